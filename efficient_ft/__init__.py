@@ -1,4 +1,4 @@
-"""efficient-ft: fine-tune pretrained vision models with little memory, compute and time."""
+"""efficient-ft: fine-tuning of pretrained vision models with little memory, compute and time."""
 
 import importlib
 from importlib.metadata import PackageNotFoundError, version
@@ -6,17 +6,17 @@ from typing import Any
 
 try:
     __version__ = version("efficient-ft")
-except PackageNotFoundError:  # a checkout that is not installed
+except PackageNotFoundError:  # the package is not installed, for example in a checkout
     __version__ = "0+unknown"
 
 
-#: Public names and the modules that define them. A module is loaded when its name is first used. `__init__.pyi`
-#: declares the types of the names.
+#: Public names and the modules that define them. A module is imported when its name is first used. `__init__.pyi`
+#: declares the types of these names.
 _LAZY = {"MethodSession": "efficient_ft.integrations.session", "plan": "efficient_ft.cli.commands.plan"}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name on first use, so that importing the package stays fast."""
+    """Import a public name when it is first used, so that the import of the package remains fast."""
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -29,7 +29,7 @@ def main_of(name: str, **arguments: Any) -> Any:
 def test_own_loop(capsys: pytest.CaptureFixture[str]) -> None:
     assert main_of("own_loop") > 0.5, "it learns"
     shown = capsys.readouterr().out
-    assert "alast: 3 of 4 blocks train in each step" in shown
+    assert "alast: 3 of 4 blocks are trained in each step" in shown
     assert "step 20: loss" in shown
 
 

@@ -37,7 +37,7 @@ from efficient_ft.task import moved
 
 @dataclass
 class _Candidate:
-    """Network with the methods of a recipe applied."""
+    """Network to which the methods of a recipe are applied."""
 
     model: nn.Module
     methods: list[Any]
@@ -45,7 +45,6 @@ class _Candidate:
     steps: int = 0  # number of steps taken so far
 
     def step_gradients(self, batch: Batch, seed: int) -> Gradients:
-        """Compute the gradients of the next step."""
         step, self.steps = self.steps, self.steps + 1
         return step_gradients(
             self.model, batch, methods=self.methods, step=step, precision=self.precision, seed=seed + step
@@ -64,14 +63,15 @@ def measure_gradients(
 ) -> dict[str, Any]:
     """Compare the gradients of recipes with the exact gradients.
 
-    The weights of the network are read from the file `weights`, which uses timm's names. If `weights` is None, the
-    weights are random. The batches contain images from the class folders in `images`, or noise if `images` is None.
+    The weights of the network are read from the file `weights`, which uses the parameter names of timm. If `weights` is
+    None, the weights are random. The batches contain images from the class folders in `images`, or noise if `images` is
+    None.
 
     Returns:
-        The report, for JSON and `tables.report_text`.
+        A JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
-        UserError: there are too few images, or a recipe trains no parameter of the blocks.
+        UserError: If there are too few images, or a recipe trains no parameter of the blocks.
     """
     overrides = network.overrides + ([] if weights is None else [f"model.weights='{weights}'"])
     configs = {recipe.name: configure(network.model, [*overrides, *recipe.overrides]) for recipe in recipes}
@@ -81,7 +81,7 @@ def measure_gradients(
     plain = _plain_network(config, classes, weights is None, seed, network.device)
     of_plain = view(plain)
     between = (name for extras in of_plain.stage_extras for name in extras)
-    inside = tuple(f"{name}." for name in (*of_plain.blocks, *between))  # in the blocks and between the stages
+    inside = tuple(f"{name}." for name in (*of_plain.blocks, *between))  # prefixes of the names of compared parameters
     candidates: dict[str, _Candidate] = {}
     result: dict[str, dict[str, Any]] = {}
     for name, of_recipe in configs.items():
@@ -106,7 +106,7 @@ def measure_gradients(
                     scores[name].setdefault(kind, []).append(error_and_cosine(exact, found, members))
     for name, by_kind in scores.items():
         if "blocks" not in by_kind:
-            raise UserError(f"{name}: gradients cannot be compared, because no parameter of the blocks has a gradient.")
+            raise UserError(f"Recipe {name} cannot be compared, because no parameter of the blocks has a gradient.")
         result[name].update(_statistics(by_kind))
     return {
         "kind": "gradient",
@@ -124,15 +124,14 @@ def measure_gradients(
 def _batches(
     network: Network, images: Path | None, config: ModelConfig, count: int, seed: int
 ) -> tuple[list[Batch], int]:
-    """Return the batches and the number of classes."""
     classes = network.num_classes
     if images is not None:
         folder = image_folder(images, config)
         batches = list(shuffled_batches(folder, network.batch_size, count, 0, seed))
         if len(batches) < count:
             raise UserError(
-                f"--images: {images} has {len(folder)} images, too few for {count} batches of {network.batch_size}."
-                " Pass a smaller --batches or --batch."
+                f"--images: the folder {images} has {len(folder)} images, but {count} batches of {network.batch_size}"
+                " images are required. Pass a smaller --batches or --batch."
             )
         classes = len(folder.classes)
     else:
@@ -162,7 +161,6 @@ def _plain_network(
 def _record(
     candidate: _Candidate, config: Config, batch_size: int, size: tuple[int, int], weights: str | None
 ) -> dict[str, Any]:
-    """Return the configuration and counts of a recipe."""
     settings = config.model_dump(mode="json", include={"model", "method", "trainer"})
     if weights is not None:
         settings["model"]["weights"] = Path(weights).name
@@ -176,9 +174,9 @@ def _record(
 
 
 def _statistics(by_kind: Mapping[str, Sequence[tuple[float, float]]]) -> dict[str, Any]:
-    """Return the mean and range over the batches for each measure and kind of layer.
+    """Return the mean and range of the error and the cosine over the batches, for each kind of layer.
 
-    The entry "blocks" also lists the value of each batch.
+    The entry "blocks" also contains the value of each batch.
     """
     found: dict[str, Any] = {}
     for column, title in enumerate(("error", "cosine")):

@@ -1,14 +1,14 @@
 """Measure the gradient errors of low-rank backward passes, on a trained network and real images.
 
 A method is applied to all linear layers of all blocks, as in training, so that errors accumulate from the last block to
-the first. Precision is fp32, the loss is cross-entropy, and BatchNorm is frozen. Gradients are compared with plain
-back-propagation on the same batch. The cost is the executed FLOPs of the backward pass of full fine-tuning, including
-projections.
+the first. The precision is fp32, the loss is cross-entropy, and BatchNorm is frozen. The gradients are compared with
+those of plain back-propagation on the same batch. The cost is the number of FLOPs executed in the backward pass of full
+fine-tuning, including the projections.
 
-* *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine* of the concatenated gradients of a group: mean and range over disjoint
-  batches. Groups are ``network`` (weights of all projected layers), each layer type (``qkv``, ``proj``, ...), ``rest``
-  (all other parameters except the head: norms, biases, stem, position embedding), ``activations`` (gradients at the
-  inputs of the blocks) and ``first block`` (the gradient that reaches the stem).
+* *relative error* ‖g̃ − g‖ / ‖g‖ and *cosine* of the concatenated gradients of a group. The mean and the range over
+  disjoint batches are reported. The groups are ``network`` (weights of all projected layers), each layer type (``qkv``,
+  ``proj``, ...), ``rest`` (all other parameters except the head: norms, biases, stem, position embedding),
+  ``activations`` (gradients at the inputs of the blocks) and ``first block`` (the gradient that reaches the stem).
 * ``pooled``: relative error and cosine of the gradient summed over all images.
 """
 
@@ -50,16 +50,16 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.models.view import view
 from efficient_ft.record.environment import environment
 
-#: States of the network: trained, and at three points of fine-tuning.
+#: States of the network: the trained network, and three points during fine-tuning.
 STATES = ("trained", "start", "middle", "end")
 
 
 @dataclass(frozen=True)
 class Study:
-    """Settings of a study. The options of the command describe them.
+    """Settings of a study. The help text of the command describes the settings.
 
     Images are read from FOLDER/CLASS/*, and classes are sorted by name. If `finetune` is a folder, gradients are also
-    measured during fine-tuning: the network is trained on FINETUNE/train, and gradients are measured on FINETUNE/test.
+    measured during fine-tuning. The network is trained on FINETUNE/train, and gradients are measured on FINETUNE/test.
     """
 
     weights: Path
@@ -99,9 +99,8 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
     """Compute the gradient errors of the candidates on each batch, and store them in the candidates' `scores`.
 
     Returns:
-        ``top1``, the accuracy of the plain network, and ``full_rank``, the relative error of LBP-WHT if all bases are
-        used.
-        ``full_rank`` must be zero except for rounding errors, which shows that only the projection causes errors.
+        A dict with ``top1`` (accuracy of the plain network) and ``full_rank`` (relative error of LBP-WHT if all bases
+        are used). If ``full_rank`` is zero up to rounding errors, only the projection causes errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []
@@ -118,7 +117,7 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
             candidate.total = _sum(candidate.total, approximate)
         if full_rank is None:
             all_bases = copy.deepcopy(model)
-            LBPWHT(order=15, as_published=True).apply(all_bases)  # projects even if it costs more than the exact pass
+            LBPWHT(order=15, as_published=True).apply(all_bases)  # layers are projected even if projection costs more
             approximate = step_gradients(all_bases, batch).gradients
             full_rank = error_and_cosine(exact, approximate, members["network"])[0]
     pooled = {g: k for g, k in members.items() if not k[0].startswith("input:")}
@@ -135,7 +134,7 @@ def _sum(total: Gradients, one: Gradients) -> Gradients:
 def records(
     model: nn.Module, compared: Sequence[Candidate], about: dict[str, Any], size: tuple[int, int], batch: int
 ) -> list[dict[str, Any]]:
-    """Return a record for each candidate, with the executed FLOPs of its backward pass and of the exact one."""
+    """Return a record for each candidate, with the executed FLOPs of its backward pass and the exact backward pass."""
     plain = executed(model, batch, size).backward_flops
     made = []
     for c in compared:
@@ -157,9 +156,10 @@ def _summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, optimizer: torch.optim.Optimizer) -> None:
-    """Fine-tune all parameters with exact gradients on `batches`, with a cosine schedule after 10 % warm-up.
+    """Fine-tune all parameters on `batches` with exact gradients.
 
-    `done` is the number of earlier steps, and `steps` the total number of steps.
+    The learning rate increases in the first 10 % of the steps and then follows a cosine schedule. `done` is the number
+    of earlier steps, and `steps` is the total number of steps.
     """
     model.train()
     freeze_batch_norm(model)
@@ -175,10 +175,10 @@ def train(model: nn.Module, batches: Iterable[Batch], done: int, steps: int, opt
 
 
 def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text: None) -> list[dict[str, Any]]:
-    """Measure gradient errors at one image size: of the trained network, and at three points of fine-tuning.
+    """Measure the gradient errors of the trained network and of three states during fine-tuning, at one image size.
 
     Raises:
-        UserError: weights or images are missing, or there are too few images.
+        UserError: If weights or images are missing, or there are too few images.
     """
     config = ModelConfig(name=study.model, weights=str(study.weights), image_size=size)
     images = image_folder(study.images, config)
@@ -189,18 +189,20 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
     def measure_state(
         name: str, model: nn.Module, held_out: ImageFolder, count: int, compared: list[Candidate], **more: Any
     ) -> None:
-        say(f"{size} px, {name}: {len(compared)} recipes on {count} batches")
+        say(f"{size} px, {name}: measuring {len(compared)} recipes on {count} batches")
         about = {"state": name, "grid": list(grid), "image_size": size, **more}
         about.update(measure(model, compared, shuffled_batches(held_out, study.batch, count, 0, study.seed)))
         if len(next(iter(compared)).scores["network"]) < count:
-            raise UserError(f"{held_out.root} has too few images for {count} batches of {study.batch}.")
+            raise UserError(
+                f"The folder {held_out.root} has too few images for {count} batches of {study.batch} images."
+            )
         made.extend(records(model, compared, about, (size, size), study.batch))
 
     profiling = list(shuffled_batches(images, study.batch, study.profile_batches, study.batches, study.seed))
     if len(profiling) < study.profile_batches:
         raise UserError(
-            f"{study.images} has {len(images)} images, too few for {study.batches} + {study.profile_batches} batches of"
-            f" {study.batch}. Pass smaller --batches, --profile-batches or --batch."
+            f"The folder {study.images} has {len(images)} images, but {study.batches} + {study.profile_batches} batches"
+            f" of {study.batch} images are required. Pass a smaller --batches, --profile-batches or --batch."
         )
     compared = candidates(model, study.orders, profiling)
     if study.headroom:
@@ -210,9 +212,9 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
         return made
 
     training, held_out = (image_folder(study.finetune / part, config) for part in ("train", "test"))
-    torch.manual_seed(study.seed)  # determines the weights of the new head
+    torch.manual_seed(study.seed)  # the seed determines the weights of the new head
     model = create_model(config, len(training.classes))
-    for name in view(model).head:  # a new head is often zero, which blocks all gradients at the start
+    for name in view(model).head:  # new heads often have zero weights, which block all gradients
         nn.init.trunc_normal_(model.get_parameter(f"{name}.weight"), std=0.02)
     optimizer = create_optimizer_v2(model, "adamw", lr=study.finetune_lr, weight_decay=1e-5)
     steps, half = study.finetune_steps, study.finetune_steps // 2
@@ -229,10 +231,10 @@ def run_study(study: Study, size: int, say: Callable[[str], None] = lambda text:
 
 
 def read_records(file: Path) -> dict[str, Any]:
-    """Read records written by `save`. If the file does not exist, there are no records.
+    """Return the records that `save` wrote. If the file does not exist, the result contains no records.
 
     Raises:
-        UserError: the file cannot be read, or was not written by `save`.
+        UserError: If the file cannot be read, or was not written by `save`.
     """
     if not file.exists():
         return {"runs": {}, "results": []}
@@ -243,12 +245,12 @@ def read_records(file: Path) -> dict[str, Any]:
         dict(before["runs"])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it contains other data"
-        raise UserError(f"{file} cannot be extended: {reason}. Pass another file, or rename this one.") from error
+        raise UserError(f"File {file} cannot be extended: {reason}. Rename the file, or pass another file.") from error
     return before
 
 
 def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
-    """Write the records of the measured image sizes, one per line. Records of other sizes in the file are kept."""
+    """Write the records of the measured image sizes, one per line. Records of other image sizes are kept."""
     sizes = {r["image_size"] for r in results}
     settings = {k: v.name if isinstance(v, Path) else v for k, v in asdict(study).items()}
     here = {**environment(packages=("torch", "timm", "numpy")), "precision": "fp32"}
@@ -263,9 +265,9 @@ def save(file: Path, study: Study, results: list[dict[str, Any]]) -> None:
 
 
 def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return a table of the relative error (and cosine) of the gradient of the whole network in a state.
+    """Return a table with the relative error (and cosine) of the whole network's gradient in one state.
 
-    There is a row for each grid and order, and a column for each method. A star marks the smallest error in a row.
+    The table has a row for each grid and order, and a column for each method. A star marks the smallest error in a row.
     """
     chosen = [r for r in results if r["state"] == state]
     names = list(dict.fromkeys(r["method"] for r in chosen))
@@ -285,7 +287,7 @@ def network_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> t
 
 
 def group_rows(results: Sequence[dict[str, Any]], state: str = "trained") -> tuple[list[str], list[list[Cell]]]:
-    """Return a table of the relative error of each group of gradients in a state, by grid, order and method."""
+    """Return a table with the relative errors in one state. The table has a column for each group of gradients."""
     chosen = [r for r in results if r["state"] == state]
     names = list(chosen[0]["batch"])
     rows: list[list[Cell]] = []

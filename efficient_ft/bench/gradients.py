@@ -48,18 +48,18 @@ def step_gradients(
     """Compute the gradients of a training step without updating parameters. BatchNorm statistics are frozen.
 
     Args:
-        model: network for the task, which is set to training mode.
+        model: network for the task. The network is set to training mode.
         batch: inputs and targets on the model's device.
-        methods: methods that are applied to `model`. Their additional losses are not included.
+        methods: methods that are applied to `model`. Additional losses of the methods are not included.
         step: number of the step, which is passed to the methods.
         inputs: names of modules whose input gradients are also returned.
         precision: ``fp32``, ``bf16`` or ``fp16``.
-        seed: seed of torch's generators, which is set before the step. If None, no seed is set.
+        seed: seed that is set for torch's generators before the step. If None, no seed is set.
         task: task that defines the logits and the loss.
 
     Returns:
-        The gradients of all parameters that have a gradient, by their names in the plain model, and the gradients of
-        `inputs` under the names ``input:NAME``.
+        The task's metric, and a dict with all gradients. The key of a parameter's gradient is the name of the parameter
+        in the plain model. The key of a gradient requested by `inputs` is ``input:NAME``.
     """
     found: Gradients = {}
 
@@ -100,16 +100,16 @@ def step_gradients(
 def error_and_cosine(
     exact: Mapping[str, Tensor], approximate: Mapping[str, Tensor], keys: Iterable[str]
 ) -> tuple[float, float]:
-    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the gradients in `keys`, which are concatenated.
+    """Return the relative error ‖g̃ − g‖ / ‖g‖ and the cosine of the concatenated gradients in `keys`.
 
     Keys without an exact gradient are ignored.
 
     Raises:
-        UserError: the exact gradient is zero.
+        UserError: If the exact gradient is zero.
     """
     dot = square = own = error = 0.0
     for key in keys:
-        if key not in exact:  # no gradient reaches the parameter
+        if key not in exact:  # the parameter has no exact gradient
             continue
         g, a = exact[key].double(), approximate[key].double()
         dot += (g * a).sum().item()
@@ -125,18 +125,18 @@ def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
     """Open the images in FOLDER/CLASS/* with the evaluation transform of the network. Classes are sorted by name.
 
     Raises:
-        UserError: the folder does not exist, or has no class folders with images.
+        UserError: If the folder does not exist, or has no class folders with images.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder.")
     try:
         return ImageFolder(str(folder), Transform(input_of(config)), loader=read_image, is_valid_file=is_image)
     except FileNotFoundError as error:
-        raise UserError(f"{folder} must contain FOLDER/CLASS/*.jpg ({error}).") from error
+        raise UserError(f"The folder {folder} must contain images in class folders (CLASS/*.jpg): {error}.") from error
 
 
 def shuffled_batches(images: ImageFolder, batch: int, count: int, skip: int, seed: int) -> Iterator[Batch]:
-    """Load at most `count` disjoint batches in the order of a seeded shuffle, after skipping `skip` batches."""
+    """Shuffle the images with `seed`, skip `skip` batches, and load at most `count` disjoint batches."""
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = order[skip * batch : (skip + count) * batch]
     return iter(DataLoader(Subset(images, chosen), batch, drop_last=True))

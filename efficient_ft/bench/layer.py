@@ -1,4 +1,4 @@
-"""Measure the backward pass of one linear layer, exact and low-rank."""
+"""Measure the exact and the low-rank backward pass of one linear layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _LARGE = 1024
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Shape of a linear layer over a grid of tokens: input and output channels, and (height, width) of the grid."""
+    """Shape of a linear layer over a grid of tokens: numbers of channels, and (height, width) of the grid."""
 
     c_in: int
     c_out: int
@@ -52,7 +52,7 @@ class LayerShape:
         """Parse ``C_IN,C_OUT,HxW``.
 
         Raises:
-            SettingError: `text` does not have this form.
+            SettingError: If `text` does not have the form ``C_IN,C_OUT,HxW``.
         """
         numbers = re.fullmatch(r"(\d+),(\d+),(\d+)x(\d+)", text)
         if numbers is None:
@@ -78,23 +78,24 @@ def measure_layers(
     warmup: int = 2,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Time and count the backward pass of layers, exact and low-rank. The 11 parameters are the options of the command.
+    """Time the exact and low-rank backward passes of layers, and count their FLOPs.
 
-    `orders` are the orders of LP_L1 to compare. `padding` is the padding of the WHT, see `LBPWHT`. `layout` is
-    ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1 convolution.
+    The parameters are the options of the command. `orders` are the orders of LP_L1 to compare. `padding` is the padding
+    of the WHT (see `LBPWHT`). `layout` is ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1
+    convolution.
 
     Returns:
-        The report, for JSON and `tables.report_text`.
+        A JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
-        SettingError: the padding does not support a grid.
+        SettingError: If the padding does not support a grid.
     """
     dtype = AUTOCAST[precision] or torch.float32
     measured, notes = {}, []
     for shape in shapes:
         functions = _functions(shape, orders, projector, padding, layout)
         same = [name for name, function in functions.items() if function is functions["exact"] and name != "exact"]
-        notes += [f"{shape}: {name} stays exact, as in a run, because low-rank backward costs more." for name in same]
+        notes += [f"{shape}: {name} is exact, as in a run, because a low-rank pass costs more." for name in same]
         inputs, g = _tensors(shape, batch_size, layout, torch.device(device), dtype)
         flops = {}
         for name, function in functions.items():
@@ -127,7 +128,7 @@ def _functions(
 ) -> dict[str, Callable[..., Tensor]]:
     """Return the exact layer, and a low-rank layer for each order.
 
-    If a low-rank layer would not be cheaper, the exact layer is returned instead, as in a run.
+    If a low-rank layer would not reduce the cost, the exact layer is returned instead, as in a run.
     """
     low_rank = low_rank_linear if layout == "tokens" else low_rank_conv1x1
     exact = torch.nn.functional.linear if layout == "tokens" else torch.nn.functional.conv2d
@@ -146,7 +147,7 @@ def _functions(
 def _tensors(
     shape: LayerShape, batch_size: int, layout: str, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[Tensor], Tensor]:
-    """Return a random input, weight and bias that require gradients, and a gradient of the output."""
+    """Return a random input, weight and bias that require gradients, and a random gradient of the output."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*sizes: int) -> Tensor:
@@ -165,7 +166,7 @@ def _tensors(
 def _timed(
     function: Callable[..., Tensor], inputs: Sequence[Tensor], g: Tensor, dtype: torch.dtype
 ) -> Callable[[], dict[str, float]]:
-    """Return a function that runs a forward and a backward pass and returns the time of each in seconds."""
+    """Return a function that runs a forward and a backward pass and returns the time of each pass in seconds."""
     wait = waiter(g.device)
 
     def call() -> dict[str, float]:
@@ -188,9 +189,9 @@ def _profiled(
     """Profile a backward pass.
 
     Returns:
-        The times ``products`` (matrix products and convolutions), ``passes`` (other operators) and ``rest`` (dispatch,
-        Python, waiting) in seconds, the number of FLOPs per second of the products (``rate``), and the number of
-        operator calls (``calls``).
+        A dict with the times in seconds of matrix products and convolutions (``products``), of other operators
+        (``passes``), and of dispatch, Python and waiting (``rest``). The dict also contains the number of FLOPs per
+        second of the products (``rate``) and the number of operator calls (``calls``).
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):
@@ -223,7 +224,7 @@ def _profiled(
 
 
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the number of FLOPs per second of a large matrix product."""
+    """Return the number of FLOPs per second that a large matrix product reaches."""
     a, b = (torch.randn(_LARGE, _LARGE, device=device, dtype=dtype) for _ in range(2))
     wait, seconds = waiter(device), []
     for _ in range(10):

@@ -45,8 +45,8 @@ class PacedLoader:
     """Loader that runs one step of the plain loop before each batch, and times the framework between two batches.
 
     The plain loop and the framework alternate in one process, on the same batches. The framework's time starts when a
-    batch is returned and ends when the next batch is requested. It covers hooks, callbacks, progress and the step, but
-    not loading. The `loader` must not use worker processes. The run ends after `steps` steps.
+    batch is returned and ends when the next batch is requested. This time covers hooks, callbacks, progress output and
+    the step, but not the loading of data. `loader` must not use worker processes. The run ends after `steps` steps.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class PacedLoader:
             start = time.perf_counter()
             yield batch
             self._wait()
-            asked = time.perf_counter()  # not executed after the last batch of an epoch, so this batch is not timed
+            asked = time.perf_counter()  # this line is not reached for the last batch of an epoch
             self._times.data.append(data)
             self._times.bare.append(bare)
             self._times.framework.append(asked - start)
@@ -102,12 +102,13 @@ def measure_loops(
 ) -> dict[str, Any]:
     """For each job, time a step of the framework, a step of a plain loop, and the loading of a batch.
 
-    A job is `DEFAULT_JOB`, or the name of a model in conf/model. All parameters of such a model are trained. A job
-    whose frozen part runs in another form (`trainer.cache_features`, `trainer.prefix`) is not compared with a plain
-    loop. The parameters are the options of the command. The result is a report for JSON and `tables.report_text`.
+    A job is `DEFAULT_JOB`, or the name of a model in conf/model. If a job is the name of a model, all parameters are
+    trained. A job is not compared with a plain loop if `trainer.cache_features` or `trainer.prefix` changes how its
+    frozen part is computed. The parameters are the options of the command. The result is a JSON-serializable report,
+    which `tables.report_text` formats.
 
     Raises:
-        UserError: a job is unknown, or images or settings cannot be used.
+        UserError: If a job is unknown, or images or settings cannot be used.
     """
     configs = {}
     for job in jobs:
@@ -123,7 +124,7 @@ def measure_loops(
         configs[job] = configure(None if default else job, overrides)
     for config in configs.values():
         if not kind_of(config).fixed_batches:
-            raise UserError(f"bench loop times image classifiers, got task={config.task}. Use bench step instead.")
+            raise UserError(f"task={config.task}: bench loop can only time image classifiers. Use bench step.")
         if missing := missing_data(config.data):
             raise UserError(missing)
     measured = {job: _measure_job(config, device, rounds, warmup) for job, config in configs.items()}
@@ -141,7 +142,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         classes = class_count(config.data)
         assert classes is not None, "missing images were reported before"
         network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
-        # On a CPU, both loops use channels-last memory, so that only the loops differ and not the memory formats.
+        # On a CPU, both loops use channels-last memory, so that the memory format does not affect the comparison.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     times = Times()
     train_loader = ImageData.train_loader

@@ -1,4 +1,4 @@
-"""Count the memory of one recipe's training steps, and measure it in this process, which runs only this recipe."""
+"""Count and measure the memory of one recipe's training steps. The process must run only this recipe."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ def measure_memory(
 ) -> dict[str, Any]:
     """Run training steps on random weights and images, and measure the memory of this process.
 
-    The process must not have run other steps, because memory kept by the allocator would hide the growth. The compiler
-    of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is an option
-    in conf/optim. On a CPU, `channels_last` selects channels-last memory, as in runs. The `warmup` steps run after the
-    steps that methods need for profiling.
+    The process must not have run other steps, because memory that the allocator keeps would hide the growth. The
+    compiler of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is
+    the name of an optimizer in conf/optim. If `channels_last` is True, channels-last memory is used on a CPU, as in
+    runs. The `warmup` steps run after the steps that methods need for profiling.
 
     Returns:
-        The record of the recipe, for `memory_report`.
+        A record of the recipe, which can be passed to `memory_report`.
 
     Raises:
-        UserError: a recipe or model cannot be used.
+        UserError: If a recipe or model cannot be used.
     """
     device = torch.device(network.device)
     config = configure(network.model, [f"optim={optim}", *network.overrides, *recipe.overrides])
@@ -90,9 +90,10 @@ def measure_memory(
 def memory_report(
     model: str, batch_size: int, precision: str, unfused: bool, recipes: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
-    """Return the report of recipes measured by `measure_memory`, for JSON and `tables.report_text`.
+    """Return a JSON-serializable report of the recipes that `measure_memory` measured.
 
-    The record of a recipe whose process failed is ``{"failure": REASON}``. A recipe can use a different precision.
+    The record of a recipe whose process failed is ``{"failure": REASON}``. The settings of a recipe can override
+    `precision`.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
@@ -103,7 +104,7 @@ def memory_report(
         "dtype": precision,
         "attention": "unfused" if unfused else "timm's default",
         "recipes": recipes,
-        "notes": [*(f"Peaks of the processes: {source}." for source in sorted(sources)), *failed],
+        "notes": [*(f"Measurement of the peak memory: {source}." for source in sorted(sources)), *failed],
     }
 
 

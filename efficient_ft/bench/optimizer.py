@@ -28,10 +28,11 @@ Make = Callable[[list[nn.Parameter]], Optimizer]
 def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, warmup: int = 2) -> dict[str, Any]:
     """Compare optimizers on gradients with a large spread, on channels whose gradients begin late, and over many steps.
 
-    torchao and bitsandbytes are included if they are installed. torchao runs without compilation. `rounds` steps of a
-    parameter of 768 × 3072 are timed, after `warmup` rounds. The result is a report for JSON and `tables.report_text`.
-    For each optimizer and case, ``largest`` is the largest step relative to AdamW's largest step, ``error`` is the
-    relative error of all steps, and ``size`` is the norm of the last tenth of the steps relative to AdamW's.
+    torchao and bitsandbytes are included if they are installed. torchao runs without compilation. After `warmup`
+    rounds, `rounds` steps of a parameter of shape 768 × 3072 are timed. The result is a JSON-serializable report, which
+    `tables.report_text` formats. For each optimizer and case, ``largest`` is the largest step relative to AdamW's
+    largest step, ``error`` is the relative error of all steps, and ``size`` is the norm of the last tenth of the steps,
+    relative to AdamW.
     """
     makers = optimizers()
     torch.compiler.set_stance("force_eager")  # torchao's compilation takes minutes and requires a C++ compiler on a CPU
@@ -50,7 +51,7 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
 
 
 def optimizers() -> dict[str, Make]:
-    """Return the available optimizers by name. The first optimizer is the baseline."""
+    """Return functions that create the available optimizers, keyed by name. The first optimizer is the baseline."""
     options: dict[str, Any] = {"lr": _LR, "weight_decay": 0.0}
     makers: dict[str, Make] = {BASELINE: lambda p: torch.optim.AdamW(p, **options)}
     for bits in (8, 4):
@@ -68,7 +69,7 @@ def optimizers() -> dict[str, Make]:
 
 
 def _cases() -> dict[str, Callable[[], Iterator[Tensor]]]:
-    """Return, for each case, a function that yields the gradients."""
+    """Return a dict from the name of each case to a function that yields gradients."""
     spreads = {f"spread 1e{d}": lambda d=d: _spread(d, _STEPS) for d in (2, 3, 4, 6)}
     late = {"late": lambda: _late(False), "late, one sign": lambda: _late(True)}
     return {**spreads, **late, f"{_LONG:,} steps": lambda: _spread(1, _LONG)}
@@ -123,7 +124,7 @@ def _compare(
 
 
 def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimizer]:
-    """Return a parameter of 768 × 3072 and its optimizer after a step."""
+    """Return a parameter of shape 768 × 3072, and its optimizer after one step."""
     chance = torch.Generator().manual_seed(0)
     weight = nn.Parameter(torch.zeros(768, 3072, device=device))
     weight.grad = torch.randn(768, 3072, generator=chance).to(device)
@@ -133,7 +134,9 @@ def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimiz
 
 
 def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str, float]:
-    """Return the mean number of bytes per value of the two moments, without the step and codebooks (256 values)."""
+    """Return the mean number of bytes per value of the two moments, excluding codebooks (256 values) and the step
+    count.
+    """
     sizes = {}
     for name, make in makers.items():
         weight, optimizer = _with_state(make, device)
@@ -143,7 +146,6 @@ def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str,
 
 
 def _timed(make: Make, device: torch.device) -> Callable[[], dict[str, float]]:
-    """Return a function that runs a step and returns its time in seconds."""
     _, optimizer = _with_state(make, device)
     wait = waiter(device)
 

@@ -1,5 +1,6 @@
-"""Low-rank backward passes whose gradient errors are measured: this package's methods, and bases computed for each
-layer.
+"""Low-rank backward passes whose gradient errors are measured.
+
+These passes use this package's methods, or bases that are computed for each layer.
 """
 
 from __future__ import annotations
@@ -29,21 +30,22 @@ METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "DCT": lambda order, _: LBPDCT(order=order),
 }
 
-#: Bases that are computed from the gradients of each layer. They show the limit of calibrated methods.
+#: Bases that are computed from the gradients of each layer. These bases show the best result that calibrated methods
+#: could reach.
 HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
 
 
 @dataclass
 class Candidate:
-    """Network with an applied method, and its measurements.
+    """Network to which a method is applied, and the measurements of the network.
 
     Attributes:
         name: name of the method.
         order: order of LP_L1, which determines the cost.
         model: network.
         method: method that is applied to the network.
-        flops: executed FLOPs of the backward pass per image, or None if they are not counted yet.
-        scores: (relative error, cosine) of each batch, by group of gradients.
+        flops: number of FLOPs executed in the backward pass per image, or None if the FLOPs are not counted yet.
+        scores: a dict from groups of gradients to the (relative error, cosine) of each batch.
         total: sum of the gradients of all batches.
     """
 
@@ -76,8 +78,8 @@ def candidates(
 ) -> list[Candidate]:
     """Copy `model` for each method in `METHODS` and each order of LP_L1, and apply the method to the copy.
 
-    LHE chooses its bases on the `profiling` batches. If `earlier` has candidates of an earlier state of the network,
-    their bases are reused.
+    LHE chooses its bases on the `profiling` batches. If `earlier` contains candidates for an earlier state of the
+    network, the bases of these candidates are reused.
     """
     made = []
     for order in orders:
@@ -107,12 +109,13 @@ class OwnBasis:
 
 
 def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]) -> list[Candidate]:
-    """Copy `model` for each kind of bases in `HEADROOM`, which are computed from each layer's inputs and gradients.
+    """Copy `model` for each kind of bases in `HEADROOM`, and use these bases in the copy.
 
-    The rank of the bases is the rank of the DCT with the same order.
+    The bases are computed from the inputs and gradients of each layer. The rank of the bases is the rank of the DCT
+    with the same order.
 
     Raises:
-        UserError: a projected layer is not a linear layer over (B, tokens, C).
+        UserError: If a projected layer is not a linear layer over (B, tokens, C).
     """
     moments = _moments(model, profiling)
     made = []
@@ -136,7 +139,7 @@ def headroom(model: nn.Module, orders: Sequence[int], profiling: Sequence[Batch]
 
 
 def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.ndarray]]:
-    """Return the second moments (L, L) over grid positions of each linear layer's input and output gradient."""
+    """Return, for each linear layer, the second moments (L, L) of the input and the output gradient over the grid."""
     moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
     handles = []
@@ -154,7 +157,7 @@ def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.
 
     for name, tokens in layouts.items():
         if tokens.form != "tokens" or name not in moments:
-            raise UserError(f"--headroom requires linear layers over (B, tokens, C), got {name}.")
+            raise UserError(f"--headroom requires linear layers over (B, tokens, C), got the layer {name}.")
         handles.append(watch(name))
     try:
         for batch in profiling:

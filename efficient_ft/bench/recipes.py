@@ -1,7 +1,7 @@
 """Parse recipes of the benchmarks.
 
 A recipe is ``METHOD[:KEY=VALUE,...][+METHOD...]`` with the names and settings of the command line. ``NAME=RECIPE``
-assigns a name. A key with a dot is the full name of any setting (``full:trainer.precision=bf16``).
+assigns a name to a recipe. A key that contains a dot is the full name of a setting (``full:trainer.precision=bf16``).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from efficient_ft.core.packages import configuration_folders, method_of
 if TYPE_CHECKING:
     import torch
 
-#: Function that returns the checked configuration of a run with random weights. Its arguments are the name of a model
-#: in conf/model or timm (None: the model of the default job), and overrides as on the command line.
+#: Function that returns the checked configuration of a run with random weights. The arguments are the name of a model
+#: in conf/model or timm (or None for the model of the default job), and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
 
 _COMMA = r",(?![^\[]*\])"  # a comma that is not inside brackets
@@ -30,10 +30,10 @@ _PLUS = r"\+(?![^\[]*\])"
 
 @dataclass(frozen=True)
 class Network:
-    """Network (an option in conf/model, or a timm model), batch and device of a benchmark.
+    """Network (a model in conf/model or timm), batch size and device of a benchmark.
 
-    `image_size` is the side length in pixels, or None for the default of the model. A recipe can use a different
-    precision. If `unfused` is True, attention runs without timm's fused kernel.
+    `image_size` is the side length in pixels, or None for the default of the model. The settings of a recipe can
+    override `precision`. If `unfused` is True, attention runs without timm's fused kernel.
     """
 
     model: str
@@ -66,45 +66,45 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
     automatically.
 
     Raises:
-        UserError: `text` does not have this form, or another package's method does not have configuration files.
+        UserError: If `text` does not have this form, or a method of another package has no configuration files.
     """
     folders = [conf, *itertools.chain(*configuration_folders().values())]
     name, equals, rest = text.partition("=")
     if not equals or ":" in name:
         name, rest = text, text
     elif "." in name:
-        raise UserError(f"{text}: a setting must follow its method: METHOD:KEY=VALUE.")
+        raise UserError(f"Recipe {text}: each setting must follow its method (METHOD:KEY=VALUE).")
     options, overrides = [], []
     for part in re.split(_PLUS, rest):
         option, colon, settings = part.partition(":")
         if not re.fullmatch(r"\w+", option) or (colon and not settings):
-            raise UserError(f"{text}: a recipe has the form [NAME=]METHOD[:KEY=VALUE,...][+METHOD...].")
+            raise UserError(f"{text}: a recipe must have the form [NAME=]METHOD[:KEY=VALUE,...][+METHOD...].")
         options.append(option)
         for setting in re.split(_COMMA, settings) if settings else ():
             if not re.fullmatch(r"[\w.]+=.+", setting):
-                raise UserError(f"{text}: settings have the form KEY=VALUE, got {setting}.")
+                raise UserError(f"Recipe {text}: settings must have the form KEY=VALUE, got {setting}.")
             full = "." in setting.partition("=")[0]
             overrides.append(setting if full else f"method.{_package(option, folders)}.{setting}")
     keys = [one.partition("=")[0] for one in overrides]
     if twice := next((key for key in keys if keys.count(key) > 1), None):
-        raise UserError(f"{text}: {twice} must be given once. Leave one of them out.")
+        raise UserError(f"Recipe {text}: the setting {twice} is given more than once. Give each setting once.")
     return Recipe(name, (f"method=[{','.join(options)}]", *overrides))
 
 
 def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
-    """Parse several recipes, see `parse_recipe`.
+    """Parse several recipes (see `parse_recipe`).
 
     Raises:
-        UserError: a recipe is invalid, or two recipes have the same name.
+        UserError: If a recipe is invalid, or two recipes have the same name.
     """
     recipes = [parse_recipe(text, conf) for text in texts]
     names = [recipe.name for recipe in recipes]
     if len(set(names)) < len(names):
-        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Assign another name: NAME=RECIPE.")
+        raise UserError(f"Two recipes have the same name ({', '.join(names)}). Assign another name with NAME=RECIPE.")
     return recipes
 
 
 def _package(option: str, folders: Iterable[Path]) -> str:
-    """Return the name under which a method's settings are stored. Variants of a method share the name."""
+    """Return the name under which a method's settings are stored. Variants of a method share this name."""
     files = (folder / "method" / f"{option}.yaml" for folder in folders)
     return next((method_of(file) for file in files if file.is_file()), None) or option

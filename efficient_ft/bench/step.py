@@ -1,4 +1,4 @@
-"""Time the parts of a model's training steps with each recipe."""
+"""Time the parts of a training step for each recipe."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class PartsTimer:
         ]
         self.step.forward()
         self.step.backward()
-        self.step.update()  # required by an optimizer that steps inside the backward pass
+        self.step.update()  # optimizers that step inside the backward pass require this call
         for handle in handles:
             handle.remove()
         first = next((k for k, (_, trains) in enumerate(order) if trains), None)
@@ -117,11 +117,11 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Time and count training steps of each recipe on random weights and images. The first recipe is the baseline.
 
-    On a CPU, all recipes except the baseline use channels-last memory, as runs do. `rounds` timed rounds follow
-    `warmup` rounds. The result is a report for JSON and `tables.report_text`.
+    On a CPU, all recipes except the baseline use channels-last memory, as runs do. `warmup` rounds run before the
+    `rounds` timed rounds. The result is a JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
-        UserError: a recipe or model cannot be used.
+        UserError: If a recipe or model cannot be used.
     """
     names = [recipe.name for recipe in recipes]
     calls: dict[str, Callable[[], dict[str, float]]] = {}
@@ -140,12 +140,12 @@ def measure_steps(
         result = summary(alternate(calls, rounds, warmup), names[0])
     for name, step in steps.items():
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
-    notes = ["Peaks are measured on the device."]
+    notes = ["The peak memory is measured on the device."]
     if on_cpu:
-        notes = ["The baseline is timm's unmodified model. The others use channels-last memory for convolutional maps."]
+        notes = ["The baseline is timm's unmodified model. Other recipes use channels-last memory for feature maps."]
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
         notes.append(
-            "With trainer.cache_features=on, FLOPs and bytes are counted for a step that computes its features."
+            "With trainer.cache_features=on, FLOPs and bytes are counted for a step that computes the stored features."
         )
     return {
         "kind": "step",
@@ -160,7 +160,6 @@ def measure_steps(
 
 
 def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[TrainingStep, dict[str, Any]]:
-    """Build and count the training step of a recipe."""
     model = factory.random_model(config.model, network.num_classes)
     methods = build_methods(config)
     apply_methods(model, methods)
@@ -182,7 +181,7 @@ def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[Tr
 def build_step(
     config: Config, network: nn.Module, device: torch.device | str, batch_size: int, channels_last: bool
 ) -> TrainingStep:
-    """Build the training step of the run `config` with this batch size, and apply its methods to `network`."""
+    """Build a training step of the run `config` with `batch_size` images, and apply the run's methods to `network`."""
     methods, spec = build_methods(config), replace(step_spec(config), batch_size=batch_size)
     apply_methods(network, methods)
     if channels_last:
@@ -197,12 +196,12 @@ def _replace(
     """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`.
 
     The result is None if neither setting changes the input of the network. The stored features of the batch are kept in
-    memory. They are decoded in each step, but not read from disk.
+    memory. These features are decoded in each step, but they are not read from disk.
     """
     options = config.trainer
     if options.prefix == "fp32" and options.cache_features != "on":
         return None
-    freeze_batch_norm(network)  # as in the step; BatchNorm in training mode would end the prefix
+    freeze_batch_norm(network)  # BatchNorm in training mode would end the prefix
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":
@@ -220,7 +219,7 @@ def _replace(
 
 @contextmanager
 def unfused_attention() -> Iterator[None]:
-    """Let models that are created inside the ``with`` block compute attention without the fused kernel."""
+    """Disable the fused attention kernel for models that are created inside the ``with`` block."""
     before, experimental = use_fused_attn(), use_fused_attn(experimental=True)
     set_fused_attn(False)
     try:

@@ -1,6 +1,6 @@
 """Format reports of benchmarks as text tables.
 
-All ratios are recipe / baseline ("× the time", "× the FLOPs"). Below 1, the recipe has the smaller value.
+All ratios are recipe / baseline ("× the time", "× the FLOPs"). If a ratio is below 1, the recipe has the smaller value.
 """
 
 from __future__ import annotations
@@ -22,15 +22,14 @@ from efficient_ft.core.text import paragraph, table
 from efficient_ft.record.environment import busy_note
 
 PROCESS_MEMORY = (
-    "growth of the process since the first step began; each recipe runs in a separate process;"
-    " counted: peak of live tensors without model and batch, with the optimizer's state"
+    "growth of the process memory since the start of the first step. Each recipe runs in a separate process. The"
+    " counted value is the peak of the live tensors and the optimizer's state, without the model and the batch."
 )
-RATIOS = "ms: median [quartiles]; ×: recipe / baseline, so 0.50× means half the time"
+RATIOS = "Times in ms are medians [quartiles]. Ratios (×) are recipe / baseline: 0.50× means half the time."
 
 #: Name, rank (see `core.sheet.Column`) and cells of each column.
 _Columns = list[tuple[str, int, list[Cell]]]
 
-#: Function that formats columns as a table.
 _Format = Callable[[_Columns], str]
 
 
@@ -39,7 +38,8 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
 
     Args:
         report: Report of a benchmark, or contents of a file in ``benchmarks``.
-        columns: Columns of the tables (see `core.sheet.render`). If empty, the columns that fit the terminal are shown.
+        columns: Columns of the tables (see `core.sheet.render`). If `columns` is empty, the columns that fit the
+            terminal are shown.
         form: Output format, one of `core.sheet.FORMS`.
 
     Raises:
@@ -61,7 +61,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
 
 
 def _table(columns: _Columns, chosen: Sequence[str], form: str) -> str:
-    """Format a table with these columns, ordered by importance. The first column names the rows."""
+    """Format a table with these columns, ordered by importance. The first column contains the names of the rows."""
     header = [name for name, _, _ in columns]
     shown = {name: Column(rank, words=number == 0) for number, (name, rank, _) in enumerate(columns)}
     rows = [list(row) for row in zip(*(cells for *_, cells in columns), strict=True)]
@@ -91,7 +91,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
             "peak",
             2,
             [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every],
-        ),  # missing in old records
+        ),  # old records do not contain peaks
     ]
     if measured_process:
         process = [_used(record.get("process")) for record in every]
@@ -109,7 +109,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
     explained = [
         f"{title}; baseline: {report['baseline']}",
         RATIOS,
-        "FLOPs and saved bytes (of the batch) are counted from executed operations",
+        "FLOPs and saved bytes (of the batch) are counted from the executed operations.",
     ]
     if measured_process:
         explained.append(f"process: {PROCESS_MEMORY}")
@@ -117,7 +117,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _used(record: Mapping[str, Any] | None) -> tuple[str, str]:
-    """Return the growth of a recipe's process, and the ratio of this growth to the counted bytes."""
+    """Return the memory growth of a recipe's process, and the ratio of this growth to the counted bytes."""
     if record is None:
         return "–", "–"
     growth, counted = record["memory"]["growth_bytes"], record["counted_bytes"]
@@ -151,12 +151,13 @@ def _memory(report: Mapping[str, Any], table_of: _Format) -> str:
     ]
     about = [report["dtype"], *sorted({record["optimizer"] for record in measured.values()})]
     about += ["unfused attention"] if report["attention"] == "unfused" else []
-    reserved = "highest number of bytes that PyTorch reserves on the device, without model and batch"
+    reserved = "highest number of bytes that PyTorch reserves on the device, without the model and the batch."
     where = reserved if device else PROCESS_MEMORY
     explained = (
         f"{report['model']}, batch {report['batch']}, {', '.join(about)}",
         f"used by the steps: {where}",
-        "interpreter, with model: resident memory at these times; before the steps: including the packing compiler",
+        "The columns interpreter and with model show the resident memory before and after the model is built. The"
+        " process memory before the steps also includes the compiler of the packing kernels.",
     )
     return "\n".join([*map(paragraph, explained), "", table_of(columns)])
 
@@ -184,16 +185,15 @@ def _layer(report: Mapping[str, Any], table_of: _Format) -> str:
 
 
 def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
-    """Format the profile of the backward passes of a layer."""
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]
         times = [format_digits(profile[part] * 1e3, 3) for part in ("products", "passes", "rest")]
         rows.append([name, times[0], f"{profile['rate'] / 1e9:.0f}", *times[1:], f"{profile['calls']:.0f}"])
     below = (
-        f"A matrix product of size 1024³ reaches {peak / 1e9:.0f} GFLOP/s on this machine. products: time of matrix"
-        " products and convolutions; passes: time of other operators; rest: time of dispatch and Python; calls: number"
-        " of operator calls"
+        f"A matrix product of size 1024³ reaches {peak / 1e9:.0f} GFLOP/s on this machine. The columns show the time of"
+        " matrix products and convolutions (products), the time of other operators (passes), the time of dispatch and"
+        " Python (rest), and the number of operator calls (calls)."
     )
     return f"{table(rows)}\n{paragraph(below)}"
 
@@ -211,9 +211,9 @@ def _loop(report: Mapping[str, Any], table_of: _Format) -> str:
         names = [name for name in ("bare loop", "framework", "data wait") if name in of]
         lines = [table([["loop", "ms per step"], *([name, _ms(of[name])] for name in names)])]
         if over := of.get("overhead_percent"):
-            lines.append(f"the framework adds {_percent(over)} per step")
+            lines.append(f"The framework adds {_percent(over)} to the time of a step.")
         if waits := of.get("data_wait_percent"):
-            lines.append(f"the data wait is {_percent(waits)} of the framework's step, without worker processes")
+            lines.append(f"Without worker processes, the data wait is {_percent(waits)} of the framework's step.")
         baseline = "; baseline: bare loop" if over else ""
         texts.append("\n".join([f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}", *lines]))
     return "\n\n".join(texts)
@@ -235,8 +235,8 @@ def _gradient(report: Mapping[str, Any], table_of: _Format) -> str:
     ]
     height, width = report["size"]
     title = (
-        f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']}: gradients of the"
-        " blocks' trained parameters, compared with the exact ones"
+        f"{report['model']}, {height}×{width}, {report['batches']} batches of {report['batch']} images. The table"
+        " compares the gradients of the blocks' trained parameters with the exact gradients."
     )
     return f"{paragraph(title)}\n\n{table_of(columns)}"
 
@@ -255,9 +255,9 @@ def _optimizer(report: Mapping[str, Any], table_of: _Format) -> str:
         ("step, ms", 2, [_ms(o["measured"]["step"]) for o in every.values()]),
     ]
     title = (
-        f"By case: largest step, divided by that of {report['baseline']} on the same gradients; error: relative error"
-        " of all steps; last steps: norm of the last tenth of the steps, divided by that of the baseline; step: time of"
-        " a step for a parameter of 768×3072"
+        f"The columns of the cases show the largest step divided by the largest step of {report['baseline']} on the"
+        " same gradients. error: relative error of all steps. last steps: norm of the last tenth of the steps, divided"
+        " by the norm for the baseline. step: time of a step for a parameter of shape 768×3072."
     )
     return f"{paragraph(title)}\n\n{table_of(columns)}"
 
@@ -268,7 +268,7 @@ def _ms(value: Mapping[str, float]) -> str:
 
 
 def _time_ratio(value: Mapping[str, Any]) -> str:
-    """Return the time ratio recipe / baseline, computed from the recorded median of baseline / recipe."""
+    """Return the ratio of times recipe / baseline, computed from the recorded median of the ratio baseline / recipe."""
     return format_ratio(1 / value["times_faster"]["median"]) if "times_faster" in value else ""
 
 

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
-#: Times in seconds by name and part, with one value for each round.
+#: Times in seconds, keyed by name and part, with one value for each round.
 Rounds = dict[str, dict[str, list[float]]]
 
 
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
-    """Run all functions once per round, so that machine drift affects all of them equally.
+    """Run all functions once per round, so that machine drift affects all functions equally.
 
-    Each function returns the time of each of its parts in seconds. The `rounds` timed rounds follow `warmup` rounds.
+    Each function must return a dict from the names of its parts to their times in seconds. `warmup` rounds run before
+    the `rounds` timed rounds.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):
@@ -36,9 +37,9 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
 
 
 def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
-    """Summarize times by name and part: median, quartiles, mean, and all values (``seconds``).
+    """Return the median, quartiles, mean and all values (``seconds``) of the times of each name and part.
 
-    ``times_faster`` contains the same statistics of the ratio baseline / recipe within each round.
+    ``times_faster`` contains the same statistics for the ratio baseline / recipe of each round.
     """
     out: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for name, parts in seconds.items():

@@ -1,4 +1,4 @@
-"""The entry point of the command line. It handles signals even while libraries are loading."""
+"""Entry point of the command line, which handles signals even while libraries are loading."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _leave(status: int) -> None:
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()
-    except (OSError, ValueError, AttributeError):  # The normal exit reports closed streams.
+    except (OSError, ValueError, AttributeError):  # A normal exit reports closed streams.
         return
     os._exit(status)
 

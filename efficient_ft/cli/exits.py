@@ -1,4 +1,4 @@
-"""End a command with an exit status and an error message, and pass the outcome to the sweep that started it."""
+"""End a command with an exit status and an error message, and report the outcome to the sweep."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from efficient_ft.record.files import json_text
 #: Environment variable with the path of the file in which a sweep job stores its outcome.
 OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 
-#: Numbers of errors of a file or folder that the user can correct, for example a missing permission.
+#: Error numbers of file system errors that the user can correct, for example a missing permission.
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
-#: Exit status of an interrupted command, following the convention of shells.
+#: Exit status of an interrupted command, as in shells.
 INTERRUPTED = 130
 
-INTERRUPTED_TEXT = "Interrupted. The same command continues from the last checkpoint."
+INTERRUPTED_TEXT = "Interrupted. The same command continues the run from the last checkpoint."
 
 
 def report_outcome(**outcome: Any) -> None:
-    """Pass the ``results`` of this run, or the ``reason`` of its failure, to the sweep that started it."""
+    """Report the ``results`` of this run, or the ``reason`` of a failure, to the sweep that started the run."""
     if OUTCOME_FILE in os.environ:
         Path(os.environ[OUTCOME_FILE]).write_text(json_text(outcome), encoding="utf-8")
 
 
 def fail(error: UserError | str, status: int = 2) -> NoReturn:
-    """Print the text of `error` to stderr without a traceback, wrapped to the terminal, and exit with `status`."""
+    """Print the wrapped text of `error` to stderr, without a traceback, and exit with `status`."""
     leave_in_peace()
     text = plain_text(str(error))
     discard_output()
@@ -48,24 +48,23 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 
 def of_the_system(error: OSError) -> UserError | None:
-    """Return an error message if the user can correct the error of a file or folder, or None for other errors."""
+    """Return a `UserError` if the user can correct the file system error `error`, or None otherwise."""
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")
 
 
 def leave_closed_pipe() -> NoReturn:
-    """Exit with the status of SIGPIPE, because the reader of the output has closed the pipe, for example ``| head``."""
+    """Exit with the status of SIGPIPE after the reader of the output (for example, ``| head``) has closed the pipe."""
     discard_output()
-    raise SystemExit(128 + 13) from None  # 13 is the number of SIGPIPE
+    raise SystemExit(128 + 13) from None  # The number of SIGPIPE is 13.
 
 
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
-    """Convert user mistakes, interrupts and closed pipes inside the ``with`` block to exit statuses.
-
-    For a `UserError`, its text is printed and the status is 2. For Ctrl-C, the text `interrupted` is printed and the
-    status is 130. Other exceptions propagate with their traceback.
+    """Convert user mistakes, interrupts and closed pipes inside the ``with`` block to exit statuses. For a `UserError`,
+    the text of the error is printed and the status is 2. For Ctrl-C, the text `interrupted` is printed and the status
+    is 130. Other exceptions propagate with their traceback.
     """
     try:
         with signals_first():

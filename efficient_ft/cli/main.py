@@ -1,8 +1,8 @@
 """The command ``efficient-ft``, which is equivalent to ``python -m efficient_ft`` and, in a checkout, ``train.py``.
 
-Without a subcommand, it is equivalent to ``efficient-ft train``. The commands ``train``, ``evaluate`` and ``cost``
-accept the same settings, which Hydra parses. `efficient_ft.cli.commands` contains the other commands (``bench``,
-``report``, ...).
+Without a subcommand, ``efficient-ft`` is equivalent to ``efficient-ft train``. The commands ``train``, ``evaluate`` and
+``cost`` accept the same settings, which Hydra parses. `efficient_ft.cli.commands` contains the other commands
+(``bench``, ``report``, ...).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def job(composed: DictConfig) -> float | None:
         if HydraConfig.get().mode == RunMode.MULTIRUN:
             # The launchers of Hydra (submitit, joblib) report the exception of a job, but not the exit of a job.
             raise UserError(str(said)) from None
-        # Exit here, since Hydra would print an additional line before the message.
+        # Exit here, because Hydra would print an additional line before the message.
         exits.fail(said)
     except KeyboardInterrupt:
         if HydraConfig.get().mode == RunMode.MULTIRUN:  # For submitted jobs, submitit would print a traceback.
@@ -99,12 +99,12 @@ def prepare(config: Config) -> None:
 
 
 def main() -> None:
-    """Run the command line of this process. The exit status is 2 for a user mistake, and 1 if a job has failed."""
+    """Run the command line of this process. The exit status is 2 after a user mistake, and 1 if a job has failed."""
     if len(sys.argv) > 1 and sys.argv[1] in COMMANDS:
         run_command(sys.argv[1], sys.argv[2:])
         return
     replace_unprintable()
-    # Let Hydra raise errors. By default, it prints some of them with a traceback and others without.
+    # Let Hydra raise errors. By default, Hydra prints only some errors with a traceback.
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exits.clean_exits():
         register()
@@ -112,24 +112,24 @@ def main() -> None:
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
-            if not dashed.startswith("-"):  # argparse does not accept settings in several places
-                raise UserError(f"{dashed}: options must precede or follow all settings; see --help.")
-            raise UserError(f"{dashed}: there is no such option. Settings have no dashes: KEY=VALUE; see --help.")
+            if not dashed.startswith("-"):  # argparse requires all settings in one place.
+                raise UserError(f"{dashed}: options must precede or follow all settings. See --help.")
+            raise UserError(f"{dashed} is not an option. Settings have no dashes (KEY=VALUE). See --help.")
         check_flags(arguments)
         check_form(arguments.overrides)
         with output_folder_faults(arguments.overrides):
             shows = arguments.help or arguments.hydra_help or arguments.info
-            # These flags use some settings: --info prints the composed configuration, and Hydra configures logging
-            # before it prints help.
+            # Check settings that these flags use: --info prints the composed configuration, and Hydra configures
+            # logging before it prints help.
             if arguments.info or (shows and any(one.lstrip("+~").startswith("hydra") for one in arguments.overrides)):
                 check_commandline(arguments)
-            if arguments.help or arguments.hydra_help:  # Remove the settings, since help does not depend on them.
+            if arguments.help or arguments.hydra_help:  # Remove the settings, which help does not need.
                 own = [one for one in arguments.overrides if one.startswith("hydra")]
                 sys.argv[1:] = [one for one in sys.argv[1:] if one in own or one not in arguments.overrides]
                 if sys.argv[1:] == ["--help"]:
                     with fitted_help():
                         print(help_text())
-                    raise SystemExit(0)  # Hydra also exits after its help.
+                    raise SystemExit(0)  # Hydra also exits after it prints help.
             elif not (arguments.info or arguments.shell_completion):
                 composed = check_commandline(arguments)
                 if any(one.config.evaluate is not None for one in composed):
@@ -155,14 +155,14 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
     if slurm.LAUNCHER in arguments.overrides and shutil.which("srun") is None:
         asked = "trainer=slurm" if "trainer=slurm" in arguments.overrides else slurm.LAUNCHER
         raise UserError(
-            f"{asked} needs Slurm, but srun was not found on this machine. Use hydra/launcher=submitit_local, or remove"
-            " it and set jobs=N. For several processes on this machine, use trainer=ddp."
+            f"{asked} requires Slurm, but srun was not found on this machine. Use hydra/launcher=submitit_local, or"
+            " remove the launcher and set jobs=N. For several processes on this machine, use trainer=ddp."
         )
     if _sweeps(arguments) and started_processes() > 1:
-        raise UserError("-m starts a process for each job. Run it without torchrun or srun, or run each job alone.")
+        raise UserError("-m starts a process for each job. Use -m without torchrun and srun, or run each job alone.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
-            show(f"note: {name} has no effect on a single run; it applies to sweeps (-m).", sys.stderr)
+            show(f"note: {name} has no effect on a single run. The setting applies to sweeps (-m).", sys.stderr)
     # The jobs of a sweep or a submission train in separate processes, which select their own allocators.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)
@@ -188,11 +188,11 @@ def _require_entry(config: Config, name: str) -> None:
         found = None
     if found is None:
         groups = ", ".join(key for key, value in shown.items() if isinstance(value, dict))
-        raise UserError(f"--package {name}: the entry does not exist or is null. The groups are {groups}.")
+        raise UserError(f"--package {name}: the entry does not exist or is null. Choose one of the groups {groups}.")
 
 
 def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]:
-    """Return arguments that prevent Hydra from writing files, or [] if Hydra should write files.
+    """Return arguments that prevent Hydra from writing files, or an empty list if Hydra should write files.
 
     Hydra should not write files if the job does not train, or if this process is not the first process of a run.
     """
@@ -207,9 +207,9 @@ def without_folder(arguments: Any, composed: Sequence[ComposedJob]) -> list[str]
 
 
 def evaluate(arguments: Any, composed: Sequence[ComposedJob]) -> None:
-    """Evaluate one run in this process, or each run of a sweep in a separate process. Hydra is not used."""
+    """Evaluate one run in this process, or each run of a sweep in a separate process, without Hydra."""
     if any(one.config.evaluate is None for one in composed):
-        raise UserError("evaluate: a sweep must set evaluate for all of its jobs or for none.")
+        raise UserError("evaluate must be set for all jobs of a sweep or for none of the jobs.")
     if arguments.cfg:
         for one in composed:
             print(yaml.safe_dump(one.config.model_dump(mode="json"), sort_keys=False), end="")

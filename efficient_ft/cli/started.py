@@ -1,4 +1,4 @@
-"""Identify processes that torchrun, Slurm or Lightning started, by their environment variables.
+"""Detect from environment variables whether torchrun, Slurm or Lightning started this process.
 
 This module imports only the standard library.
 """
@@ -12,7 +12,7 @@ _NUMBERS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCA
             "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "JSM_NAMESPACE_RANK", "MASTER_PORT")  # fmt: skip
 #: Variables that contain a number of threads. numba requires a number >= 1.
 _THREADS = ("NUMBA_NUM_THREADS",)
-#: For each variable, the program (torchrun or srun) that sets it, and other variables that the program always sets.
+#: Maps a variable to the program (torchrun or srun) that sets the variable, and to other variables of this program.
 _TOGETHER = {
     "TORCHELASTIC_RUN_ID": ("torchrun", ("RANK", "LOCAL_RANK", "WORLD_SIZE")),
     "SLURM_STEP_ID": ("srun", ("SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID")),
@@ -24,14 +24,14 @@ _PORTS = 65535
 def first_process() -> bool:
     """Return True in the first process that torchrun, Slurm or Lightning started.
 
-    The function also returns True if none of them started this process.
+    The function also returns True if none of these programs started this process.
     """
     names = ("RANK", "LOCAL_RANK", *(("SLURM_PROCID",) if "SLURM_STEP_ID" in os.environ else ()))
     return next((os.environ[name] for name in names if name in os.environ), "0") == "0"
 
 
 def started_processes() -> int:
-    """Return the number of processes that torchrun or srun started, or 1 if neither of them started this process."""
+    """Return the number of processes that torchrun or srun started, or 1 if neither program started this process."""
     return int(os.environ.get("SLURM_NTASKS" if "SLURM_STEP_ID" in os.environ else "WORLD_SIZE", "1"))
 
 
@@ -47,12 +47,12 @@ def malformed_environment() -> str | None:
             continue
         allowed = f"from {least} to {_PORTS}" if name == "MASTER_PORT" else f">= {least}"
         shown = ascii(text) if not text.isprintable() or not text.strip() else text
-        return f"{name} in the environment must be an integer {allowed}, got {shown}. Unset it, or correct it."
+        return f"The environment variable {name} must be an integer {allowed}, got {shown}. Correct or unset {name}."
     for mark, (program, names) in _TOGETHER.items():
         lacking = [name for name in names if name not in os.environ] if mark in os.environ else []
         if lacking:
             missing = ", ".join(lacking)
-            return f"{mark} is set in the environment without {missing}. Use {program} to start, or unset {mark}."
+            return f"The environment variable {mark} is set without {missing}. Use {program}, or unset {mark}."
     return None
 
 

@@ -20,8 +20,8 @@ from efficient_ft.cli.started import first_process
 from efficient_ft.core.errors import TerminatedRun
 from efficient_ft.core.stopping import answer, asked, ending
 
-#: Time in seconds within which a repeated signal counts as the same request. ``timeout`` sends a signal both to its
-#: child process and to the process group.
+#: A signal that is repeated within this time in seconds counts as one request. The program ``timeout`` sends a signal
+# both to its child process and to the process group.
 _TOGETHER = 1.0
 _last: float = -_TOGETHER
 
@@ -38,8 +38,8 @@ _held: int | None = None
 class _Interrupted(KeyboardInterrupt):
     """Exception for Ctrl-C.
 
-    If a plain KeyboardInterrupt leaves code that ``exec`` runs from a string (as in dataclasses), ``python -m`` ends
-    with SIGINT instead of its exit status. This subclass avoids the problem.
+    If code that ``exec`` runs from a string (for example, in dataclasses) raises a plain KeyboardInterrupt, ``python
+    -m`` ends with SIGINT instead of an exit status. This subclass avoids the problem.
     """
 
 
@@ -47,7 +47,7 @@ def answer_signals() -> None:
     """Install handlers that raise KeyboardInterrupt for SIGINT and `TerminatedRun` for other signals.
 
     Code can clean up when these exceptions are raised. Python discards exceptions in finalizers and in callbacks of
-    weak references. If an exception is discarded, its signal is sent again shortly afterwards.
+    weak references. If an exception is discarded, the signal is sent again shortly afterwards.
     """
     global _hooked
     answer(_answer)
@@ -60,8 +60,8 @@ def answer_after_forks() -> None:
     """Defer signals that arrive during a fork until the fork is complete.
 
     Libraries hold locks in their fork callbacks, and Python discards exceptions that are raised in these callbacks.
-    Call this function once, after all libraries are imported, because it does not cover callbacks that are registered
-    later.
+    Call this function once, after all libraries are imported, because fork callbacks that are registered later are not
+    covered.
     """
     if hasattr(os, "register_at_fork"):
         after, in_child = partial(_fork, begins=False), partial(_fork, begins=False, in_child=True)
@@ -90,7 +90,7 @@ def _fork(begins: bool, in_child: bool = False) -> None:
 
 
 def _lost(hook: Callable[[Any], object], unraisable: Any) -> None:
-    """Send a signal again if Python has discarded its exception. Other errors are passed to `hook`."""
+    """Send a signal again if Python has discarded the exception of the signal. Other errors are passed to `hook`."""
     error = unraisable.exc_value
     if isinstance(error, _Interrupted):
         _answer_later(signal.SIGINT)
@@ -119,7 +119,7 @@ def _answer_again(number: int) -> None:
 def while_loading() -> Iterator[None]:
     """End the process immediately if a signal arrives inside the ``with`` block.
 
-    Exceptions cannot be used for this purpose, since exceptions during imports can be lost.
+    No exception is raised, because exceptions can be lost during imports.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -137,7 +137,7 @@ def _leave(number: int, frame: object) -> NoReturn:
     with suppress(OSError, ValueError, AttributeError):  # The streams may be closed.
         sys.stdout.flush()
         if first_process():
-            print(f"{word}. The same command starts again, or continues from the last checkpoint.", file=sys.stderr)
+            print(f"{word}. The same command restarts or continues the run.", file=sys.stderr)
         sys.stderr.flush()
     os._exit(128 + number)
 

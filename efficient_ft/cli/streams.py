@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Diagnostics(io.TextIOWrapper):
-    """Standard error stream that discards text that cannot be written, e.g. on a full disk or a closed terminal."""
+    """Standard error stream that ignores write errors, e.g. on a full disk or a closed terminal."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -46,7 +46,7 @@ def open_streams() -> None:
     """Open the null device for each closed standard stream, and replace the two output streams.
 
     `Output` and `Diagnostics` replace standard output and standard error. If a descriptor is closed (``>&-``), Python
-    does not create the stream, and the next file that is opened would get the number of the descriptor.
+    does not create the stream, and the next opened file would get the number of the descriptor.
     """
     for number in range(3):
         try:

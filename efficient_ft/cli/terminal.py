@@ -41,7 +41,7 @@ class Help(argparse.HelpFormatter):
 def fitted(line: str, width: int) -> list[str]:
     """Break a help line into lines of at most `width` columns.
 
-    If the line of an example is too long, the explanation of the example starts a new line.
+    If the line of an example is too long, the explanation starts on a new line.
     """
     lines: list[str] = []
     example = re.fullmatch(r"(\s*\S.*?)\s{3,}(\S.*)", line)
@@ -62,7 +62,7 @@ def fitted_help() -> Iterator[None]:
     try:
         with redirect_stdout(printed):
             yield
-    finally:  # Hydra raises SystemExit after its help
+    finally:  # Hydra raises SystemExit after it prints help.
         width = terminal_width()
         print("\n".join(part for line in printed.getvalue().splitlines() for part in fitted(line, width)))
 
@@ -82,7 +82,7 @@ def words(given: str) -> list[str]:
     """Parse an option value that consists of words separated by commas."""
     found = [word.strip() for word in given.split(",") if word.strip()]
     if not found:
-        raise argparse.ArgumentTypeError("must not be empty; omit the option to select all")
+        raise argparse.ArgumentTypeError("must not be empty. To select everything, omit the option.")
     return found
 
 
@@ -106,8 +106,8 @@ seed = integer(0, 2**32 - 1)
 
 
 def add_columns_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--columns NAME,...``. Its value is passed to `core.sheet.render`."""
-    columns = "column names or parts of them, or all (default: the columns that fit the terminal)"
+    """Add the option ``--columns NAME,...``. The value of the option is passed to `core.sheet.render`."""
+    columns = "column names or parts of column names, or all (default: the columns that fit the terminal)"
     parser.add_argument("--columns", type=words, default=[], metavar="NAME,...", help=columns)
 
 
@@ -122,19 +122,19 @@ def note(sentence: str, **to: Any) -> None:
 
 
 def status(text: str) -> None:
-    """Show a progress line if stderr is a terminal. The next call replaces the line. An empty `text` removes it."""
+    """Show a progress line if stderr is a terminal. Each call replaces the line. An empty `text` removes the line."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
 
 
 def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the text for a command without arguments: its usage, and the latest finished runs in `below`."""
+    """Return the usage of a command and a list of the latest finished runs in `below`."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"
     every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
     if not every:
-        return f"{usage}\nThere are no finished runs in {below}. `efficient-ft` trains one."
+        return f"{usage}\nThere are no finished runs in {below}. To start a run, use `efficient-ft`."
     latest = [f"  {plain_line(str(file.parent))}" for file in every[:10]]
     more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
-    return "\n".join([usage, f"Finished runs in {below}, the latest first:", *latest, *more])
+    return "\n".join([usage, f"Finished runs in {below} (latest first):", *latest, *more])

@@ -22,8 +22,7 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 def check(plain: Mapping[str, Any]) -> Config:
     """Return the configuration that a nested mapping of settings describes.
 
-    The names and settings of methods are not checked here. `build_methods` checks them, because it knows the
-    constructors.
+    The names and settings of methods are checked by `build_methods`, which knows the constructors.
 
     Args:
         plain: Groups and settings as in config.yaml. Settings that are missing or have the value ``???`` get the
@@ -34,7 +33,7 @@ def check(plain: Mapping[str, Any]) -> Config:
             setting, the constraint, and the most similar known name.
     """
     if not isinstance(plain.get("method", {}), Mapping):
-        raise SettingError("method", show(plain["method"]), "a mapping from a method's name to its settings")
+        raise SettingError("method", show(plain["method"]), "a mapping from method names to their settings")
     _refuse_sharding(plain)
     plain = _without_missing(plain)
     # A method's YAML file that contains only a package directive is composed to null.
@@ -56,9 +55,9 @@ def _refuse_sharding(plain: Mapping[str, Any]) -> None:
             "trainer.strategy",
             strategy,
             "auto or ddp",
-            "It would shard each parameter over the processes, but methods require whole parameters. Methods replace"
-            " the backward pass of whole layers, pack the tensors that layers save, and freeze parameters in some"
-            " steps. To save memory, use a method: efficient-ft plan memory=4GB finds one that fits.",
+            "This strategy shards each parameter over the processes, but methods require whole parameters. Methods"
+            " replace the backward pass of whole layers, pack the tensors that layers save, and freeze parameters in"
+            " some steps. To find a method that fits a memory budget, use efficient-ft plan memory=4GB.",
         )
 
 
@@ -76,9 +75,9 @@ def _check_together(config: Config) -> None:
         raise SettingError("cost_only", "true", "false with evaluate=RUN", "Set only one of these settings.")
     if (model.mean is None) != (model.std is None):
         missing = "model.std" if model.std is None else "model.mean"
-        raise SettingError(missing, "null", "a list of numbers, one per channel, if model.mean or model.std is set")
+        raise SettingError(missing, "null", "a list with one number per channel if model.mean or model.std is set")
     if model.mean is not None and model.std is not None and len(model.mean) != len(model.std):
-        raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, as model.mean")
+        raise SettingError("model.std", list(model.std), f"a list of {len(model.mean)} numbers, like model.mean")
     if model.name in OWN_CLASSIFIERS[:2] and model.pretrained and model.weights is None:
         known = f"false for {model.name}, which has no published weights"
         raise SettingError("model.pretrained", "true", known, "Or pass model.weights=FILE.")
@@ -90,10 +89,11 @@ def _check_together(config: Config) -> None:
     if config.tasks:
         _check_tasks(config.tasks)
     for setting, owners in (("momentum", ("sgd",)), ("betas", ("adamw", "adam")), ("state_bits", ("adamw", "adam"))):
-        # The default is accepted with every optimizer, because the configuration that a run writes contains it.
+        # The default is accepted with every optimizer, because the configuration that a run writes contains the
+        # default.
         value = getattr(optim, setting)
         if value != OptimConfig.model_fields[setting].default and optim.name not in owners:
-            do = f"It belongs to optim={' or optim='.join(owners)}."
+            do = f"The setting applies only to optim={' or optim='.join(owners)}."
             raise SettingError(f"optim.{setting}", show(value), f"left out with optim={optim.name}", do)
     if optim.in_backward:
         clip, accumulate, devices = optim.grad_clip_norm, trainer.grad_accum_steps, trainer.devices
@@ -130,7 +130,7 @@ def _check_data(key: str, data: DataConfig) -> None:
     if data.augment.name == "none" and data.augment.resize != "input":
         allowed = f"input with {key}.augment.name=none"
         raise SettingError(
-            f"{key}.augment.resize", data.augment.resize, allowed, "This transform does not crop images."
+            f"{key}.augment.resize", data.augment.resize, allowed, "Without augmentation, images are not cropped."
         )
 
 
@@ -139,12 +139,12 @@ def _check_tasks(tasks: Mapping[str, DataConfig]) -> None:
         raise SettingError("tasks", ", ".join(tasks), "two data sets or more", "For one, use tasks=none data=NAME.")
     for name in tasks:
         if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise SettingError("tasks", name, "a mapping from names of letters, digits, _ and -")
+            raise SettingError("tasks", name, "a mapping whose names contain only letters, digits, _ and -")
     first, *others = tasks
     split = tasks[first].select_best_on
     for name in others:
         if tasks[name].select_best_on != split:
-            do = "The best epoch has the best mean accuracy over the tasks."
+            do = "The best epoch is selected by the mean accuracy over all tasks."
             raise SettingError(
                 f"tasks.{name}.select_best_on", tasks[name].select_best_on, f"{split}, as for {first}", do
             )
@@ -156,12 +156,12 @@ _Model = typing.TypeVar("_Model", bound=BaseModel)
 def validate(schema: type[_Model], plain: Mapping[str, Any], prefix: str) -> _Model:
     """Convert the settings in `plain` to an instance of the pydantic model `schema`.
 
-    `prefix` is the name of the group of settings. Validation is strict: "3" is not valid for 3, and true is not valid
-    for 1. However, a list is valid for a tuple. Raise a SettingError if a setting is invalid.
+    `prefix` is the name of the settings group. Validation is strict: a string such as "3" is not a valid integer, and
+    true is not a valid number. However, a list is a valid tuple. Raise a SettingError if a setting is invalid.
     """
     try:
         return schema.model_validate_json(json.dumps(plain, default=str), strict=True)
     except ValidationError as error:
-        # A misspelled key often causes an error for a missing key as well. Report the misspelled key first.
+        # Report misspelled keys first, because a misspelled key often causes another error for a missing key.
         mistakes = sorted(error.errors(include_url=False), key=lambda e: e["type"] != "extra_forbidden")
         raise mistake(schema, plain, prefix, mistakes[0]["loc"], mistakes[0]["type"]) from None

@@ -1,4 +1,4 @@
-"""Error messages for invalid settings. They state the constraint in words and suggest the most similar known name."""
+"""Error messages for invalid settings. Messages state the constraint and suggest the most similar known name."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ def mistake(
         node = next((one for one in branches if "properties" in one), resolved(node, whole))
         below = node.get("properties")
         if below is None and isinstance(value, Mapping) and isinstance(node.get("additionalProperties"), dict):
-            below = dict.fromkeys(value, node["additionalProperties"])  # the user chooses the names
+            below = dict.fromkeys(value, node["additionalProperties"])  # Users choose these names.
         if below is None or not isinstance(value, Mapping):
-            break  # the location is inside the value of a setting (a list, or a branch of a union)
+            break  # The location is inside the value of a setting (a list, or a branch of a union).
         if name not in below:
             return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
         key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
     constraint = _constraint(resolved(node, whole), whole)
-    if kind == "missing" and value is None:  # a list with too few entries also has the kind "missing"
-        return SettingError(key, "nothing", constraint, f"It has no default: pass {key}=VALUE.")
+    if kind == "missing" and value is None:  # A list with too few entries also has the kind "missing".
+        return SettingError(key, "nothing", constraint, f"The setting has no default. Pass {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, show(value), node["enum"])
     quoted = isinstance(value, str) and re.search(r"number|integer|true or false", constraint)
     if quoted and re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", value, re.IGNORECASE):
-        return SettingError(key, f'"{value}"', constraint, f"Its quotes make it a string: use {key}={value}.")
+        return SettingError(key, f'"{value}"', constraint, f"The quotes make the value a string. Use {key}={value}.")
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
-#: For each setting, its names in other tools. If one of these names is used, the error message suggests the setting.
+#: Names of each setting in other tools. If one of these names is used, the error message suggests the setting.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
     "optim.weight_decay": "wd l2 decay",
@@ -77,7 +77,7 @@ _OTHER_NAMES = {
 
 
 def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> str:
-    """Return a hint with the setting that is most similar to an unknown name, or "" if no setting is similar.
+    """Return a hint that names the setting most similar to an unknown name, or "" if no setting is similar.
 
     The names of settings in other tools are also recognized.
     """
@@ -96,7 +96,7 @@ def _nearest(setting: str, known: Iterable[str], elsewhere: Iterable[str]) -> st
 
 
 class UnknownSetting(SettingError):
-    """The error for a setting that does not exist.
+    """Error for a setting that does not exist.
 
     `known` contains the names of the settings in the same group, and `elsewhere` contains the full names of other
     settings.
@@ -107,7 +107,7 @@ class UnknownSetting(SettingError):
         self.setting, self.value = setting, value
         self.known = sorted(set(known) - (set() if group else REMOVED.keys()))
         text = f"{setting}={show(value)}: there is no such setting"
-        text += f"; {group or 'a run'} has {', '.join(self.known)}." if self.known else f"; {group} has none."
+        text += f". {group or 'A run'} has {', '.join(self.known)}." if self.known else f". {group} has no settings."
         UserError.__init__(self, text + _nearest(setting, self.known, list(elsewhere)))
 
 
@@ -189,7 +189,7 @@ def _constraint(node: dict[str, Any], whole: dict[str, Any]) -> str:
             each = _constraint(inner, whole)
             plural = "mappings" if f"{each} ".startswith("a mapping ") else f"values, each {each}"
             return f"{words} from {keys} to {plural}"
-    return "a value of the type in the constructor's signature"
+    return "a value of the type that the constructor declares"
 
 
 def show(value: Any) -> str:
@@ -197,12 +197,10 @@ def show(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-_EXPERIMENT = (
-    "List the runs as rows of an experiment, DIR/experiment/NAME.yaml, and pass -m --config-dir DIR experiment=NAME"
-)
+_EXPERIMENT = "Define the runs as rows of DIR/experiment/NAME.yaml, and pass -m --config-dir DIR experiment=NAME"
 #: Removed settings and their replacements.
 REMOVED = {
-    "rows": f"{_EXPERIMENT}. For some rows of a published table, use efficient-ft table NAME --run --rows ROW",
+    "rows": f"{_EXPERIMENT}. To run rows of a published table, use efficient-ft table NAME --run --rows ROW",
     "table": "Use efficient-ft table NAME --run",
 }
 
@@ -210,11 +208,11 @@ REMOVED = {
 def refuse_removed(argument: str) -> None:
     """Raise a UserError if a command-line argument uses a removed setting or ``zip(...)``.
 
-    The message states the replacement.
+    The error message states the replacement.
     """
     key, _, value = argument.partition("=")
     if value.startswith("zip("):
         raise UserError(f"{argument}: zip(...) was removed. {_EXPERIMENT}.")
     name = key.lstrip("+~")
-    if name in REMOVED and argument != "rows=null":  # a job of an experiment has ``rows=null``
+    if name in REMOVED and argument != "rows=null":  # The jobs of an experiment have ``rows=null``.
         raise UserError(f"{argument}: the setting {name} was removed. {REMOVED[name]}.")

@@ -1,4 +1,4 @@
-"""The identity of a run: a fingerprint of the settings that affect its result, and the name of its folder."""
+"""The identity of a run: a fingerprint of the settings that affect the result, and the name of the run folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN_FOLDERS = ("folder", "mask_folder", "text_folder")
 
 
 def fingerprint(config: Config) -> str:
-    """Return 8 hexadecimal digits that identify the settings that affect the result of a run."""
+    """Return a hash (8 hexadecimal digits) of the settings that affect the result of a run."""
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
     if config.trainer.cache_features == "off":
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
@@ -42,7 +42,7 @@ def _content(data: DataConfig) -> dict[str, Any]:
     """Return the settings of a data set that affect the result of a run."""
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.on_corrupt == "stop":
-        del what["max_pixels"]  # without skipped images, this limit has no effect on the result
+        del what["max_pixels"]  # Without skipped images, this limit has no effect.
     # The path identifies a folder of images. A published data set is the same at every path.
     root = what.pop("root")
     return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
@@ -62,7 +62,7 @@ def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return the relative path ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT`` of a run's folder.
 
     The path has forward slashes, and depends only on the configuration. With several tasks, DATA consists of the names
-    of the tasks, joined with ``+``. If `methods` is given, its names are used instead of the names of the configured
+    of the tasks, joined with ``+``. If `methods` is given, these names are used instead of the names of the configured
     methods.
     """
     data: str = config.data.name

@@ -1,7 +1,7 @@
-"""The rules of each kind of task: its data sets, its networks, and the settings that it does not support.
+"""The rules of each kind of task: the data sets, the networks, and the settings that are not supported.
 
 Importing this module does not import torch. The objects in `training.kinds` implement training and evaluation. To add a
-kind, another package declares an entry point for an object that it passes to `training.kinds.registry.register`::
+kind, a package passes an object to `training.kinds.registry.register` and declares an entry point for this object::
 
     [project.entry-points."efficient_ft.kinds"]
     regression = "image_regression.kind:regression"
@@ -30,17 +30,18 @@ class KindRules:
     Attributes:
         name: Value of ``task``.
         data: Names of the kind's data sets (``data.name``).
-        family: Family of the kind's networks; see `config.schema.ModelConfig.family`.
+        family: Family of the kind's networks. See `config.schema.ModelConfig.family`.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "" if there is none.
-        section_words: Description of a valid section. Used in messages.
-        data_words: Property of the data sets and a hint. Used in messages. For the default kind, the value is None,
-            because its messages name the setting ``task`` instead.
-        model_words: Property of the networks and a hint. Used in messages.
+        section_words: Description of a valid section for messages.
+        data_words: Property of the data sets and a hint for messages, or None for the default kind, whose messages name
+            the setting ``task`` instead.
+        model_words: Property of the networks and a hint for messages.
         augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
-        unsupported: Unsupported features. Each value is a hint for the message, or None. The keys are ``tasks``
-            (several data sets), ``cache_features``, ``prefix`` (forms of the frozen prefix) and ``tokens`` (methods
-            that drop or merge tokens).
-        networks: Names of the networks (``model.name``) that the kind adds. Their family is the name of the kind.
+        unsupported: Maps each unsupported feature to a hint for the message, or to None. The keys are ``tasks``
+            (several data sets), ``cache_features``, ``prefix`` (faster computation of the frozen prefix) and ``tokens``
+            (methods that drop or merge tokens).
+        networks: Names of the networks (``model.name``) that the kind adds. The family of these networks is the name of
+            the kind.
     """
 
     name: str
@@ -66,7 +67,7 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError if stored features or the selected form of the prefix are not supported.
+        """Raise a SettingError if the kind does not support stored features or the value of ``trainer.prefix``.
 
         `where` is appended to the constraint in the message.
         """
@@ -96,13 +97,13 @@ class _TextRules(KindRules):
             raise SettingError("data.text.columns", text.columns, known)
         for name, value in (("image_size", model.image_size), ("mean", model.mean), ("std", model.std)):
             if value is not None:
-                hint = "The length of texts is model.max_length." if name == "image_size" else "Texts have no colors."
+                hint = "For texts, use model.max_length." if name == "image_size" else "Texts have no colors."
                 raise SettingError(f"model.{name}", show(value), "null with task=text", hint)
 
 
 _MASKS, _TEXTS = ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), ("rte", "text_folder")
 _NO_PREFIX: dict[str, str | None] = {"tasks": None, "cache_features": None, "prefix": None}
-#: Rules of all loaded kinds, by name.
+#: Rules of all loaded kinds, keyed by name.
 RULES: dict[str, KindRules] = {
     "classification": KindRules("classification", tuple(n for n in DATA_NAMES if n not in (*_MASKS, *_TEXTS))),
     "segmentation": _SegmentationRules(
@@ -123,18 +124,21 @@ RULES: dict[str, KindRules] = {
         _TEXTS,
         family="text",
         section="text",
-        section_words="a mapping with columns and label",
+        section_words="a mapping with the keys columns and label",
         data_words=("of texts", f"Choose data={' or '.join(_TEXTS)}."),
         model_words=(
             "a text classifier",
-            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text with model.name=bert model.weights=DIR.",
+            "Choose model=bert_base, distilbert_base, bert_tiny, or model=text model.name=bert model.weights=DIR.",
         ),
         augmentation="Texts have no augmentation.",
         unsupported={**_NO_PREFIX, "tokens": "These methods require tokens on an image grid."},
     ),
 }
 
-_NOT_STORED = {"cache_features": "With auto, no features are stored.", "prefix": "With auto, the form is fp32."}
+_NOT_STORED = {
+    "cache_features": "With auto, no features are stored.",
+    "prefix": "With auto, the prefix is computed in fp32.",
+}
 #: Rules for several data sets (``tasks=``), in addition to the rules of the kind.
 SEVERAL = KindRules("several tasks", (), unsupported=_NOT_STORED)
 
@@ -146,7 +150,7 @@ def rules_of(name: str) -> KindRules:
     """
     if name not in RULES:
         for entry in entry_points(group=KINDS_GROUP, name=name):
-            entry.load()  # the module of the entry point registers the kind
+            entry.load()  # The module of the entry point registers the kind.
     if name not in RULES:
         raise SettingError("task", name, sorted({*RULES, *(entry.name for entry in entry_points(group=KINDS_GROUP))}))
     return RULES[name]
@@ -193,7 +197,7 @@ def _refuse_section(config: Config, others: Iterable[KindRules]) -> None:
         if settings is not None:
             first = next(iter(settings.model_fields_set), "")
             setting, value = f"data.{rules.section}.{first}".rstrip("."), show(getattr(settings, first, "{}"))
-            do = f"It belongs to data sets of {'images with masks' if rules.section == 'masks' else 'texts'}."
+            do = f"Only data sets of {'images with masks' if rules.section == 'masks' else 'texts'} have this setting."
             raise SettingError(setting, value, f"left out with data={config.data.name}", do)
 
 
@@ -204,7 +208,7 @@ def _refuse_setting_of_other_family(model: ModelConfig) -> None:
             import timm
 
             if model.name in OWN_CLASSIFIERS or timm.is_model(model.name.partition(".")[0]):
-                do = f"It belongs to {owners}. Leave it out."
+                do = f"The setting applies only to {owners}. Remove this setting."
                 raise SettingError(f"model.{name}", getattr(model, name), f"null with model.name={model.name}", do)
 
 
@@ -212,7 +216,7 @@ def _check_masks(name: str, masks: MaskConfig) -> None:
     for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder", "suffix"):
         value = getattr(masks, setting)
         if value and value != "auto" and name != "mask_folder":
-            known = "left out, since the data set has its own"
+            known = "left out, because the data set defines this setting"
             raise SettingError(f"data.masks.{setting}", show(value), known, "Or use data=mask_folder.")
     if masks.colors is not None:
         if masks.values is not None:

@@ -1,4 +1,4 @@
-"""Convert a configuration composed by Hydra to plain containers. Only this module of `config` imports OmegaConf."""
+"""Convert a configuration composed by Hydra to plain containers. Other modules of `config` do not import OmegaConf."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from efficient_ft.core.errors import UserError
 def plain(composed: DictConfig) -> dict[str, Any]:
     """Return a composed configuration as plain containers with resolved interpolations.
 
-    The settings of Hydra and the rows of a sweep are removed. Raise a UserError if an interpolation cannot be resolved.
+    Hydra's own settings and the list of sweep rows are removed. Raise a UserError if an interpolation cannot be
+    resolved.
     """
     job = OmegaConf.masked_copy(composed, [str(key) for key in composed if key not in ("hydra", "rows")])
     # Interpolations can be resolved in the copy, because they refer only to the settings of the job.
@@ -22,7 +23,7 @@ def plain(composed: DictConfig) -> dict[str, Any]:
     except OmegaConfBaseException as error:
         setting = error.full_key or "The configuration"
         raise UserError(
-            f"{setting} cannot be resolved: {sentence(error).rstrip('.')}. Set it to a value, or to ${{NAME}} of an"
+            f"{setting} cannot be resolved: {sentence(error).rstrip('.')}. Use a value, or ${{NAME}} of an"
             " existing setting."
         ) from None
     assert isinstance(container, dict)

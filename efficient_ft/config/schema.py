@@ -19,7 +19,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-#: Maximum height and width of an image in pixels. A single larger image would not fit into memory.
+#: Maximum height and width of an image in pixels. A larger image would not fit into memory.
 LARGEST_SIDE = 8192
 Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
 BatchSize = Annotated[int, Field(ge=1, le=65536)]
@@ -35,7 +35,7 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
 
 
-#: Family of each network (``model.name``) that another package adds with its kind; see `training.kinds.registry`.
+#: Family of each network (``model.name``) that another package adds with a kind. See `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
 
 
@@ -50,12 +50,12 @@ class ModelConfig(Section):
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
-    #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If null, the weights are downloaded if
-    #: `pretrained` is true. For a text classifier, the value may also be a folder.
+    #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If the value is null and `pretrained` is true,
+    # the weights are downloaded. For a text classifier, the value may also be a folder.
     weights: Name | None = None
-    #: Prefix of parameter names that selects a part of `weights` if several parts fit, e.g. ``teacher.backbone``.
+    #: Prefix of parameter names that selects a part of `weights` if several parts match, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
-    #: Maximum number of tokens per text if `name` is a text classifier from `transformers`; longer texts are truncated.
+    #: Maximum number of tokens per text if `name` is a text classifier from `transformers`. Longer texts are truncated.
     max_length: Annotated[int, Field(ge=8)] | None = None
     #: Image size in pixels, or [height, width]. If null, the image size of the pretrained weights is used.
     image_size: Side | tuple[Side, Side] | None = None
@@ -65,7 +65,7 @@ class ModelConfig(Section):
     frozen_bn: bool = True
     #: Initialize the parameters of a new classifier to zero.
     zero_head: bool = False
-    #: Selection for methods whose YAML file does not set a selection.
+    #: Part of the network that is trained by methods whose YAML file does not set `select`.
     select: Name = "last_stage"
     #: Mean and standard deviation of each channel for normalization. If null, the values from pretraining are used.
     mean: tuple[float, ...] | None = None
@@ -98,7 +98,7 @@ class AugmentConfig(Section):
     flip: bool = True
     #: Flip half of the images upside down.
     vertical_flip: bool = False
-    #: Number of enabled transforms (crop and flips) to draw for each image. If null, all of them are applied.
+    #: Number of enabled transforms (crop and flips) to draw for each image. If null, all transforms are applied.
     pick: Count | None = None
 
 
@@ -113,14 +113,14 @@ class MaskConfig(Section):
     classes: list[Name] | None = None
     #: Ids of pixels without a label, in addition to 255.
     ignored: list[MaskValue] = Field(default_factory=list)
-    #: Class name, class id, or ``void`` (no label) for each pixel value. With ``ids``, pixel values are class ids. With
-    #: null, they are also class ids, but ambiguous masks are rejected.
+    #: Class name, class id, or ``void`` (no label) for each pixel value. With ``ids``, pixel values are class ids. Null
+    # has the same meaning, but ambiguous masks are rejected.
     values: Annotated[dict[MaskValue, Name | int], Field(min_length=1)] | Literal["ids"] | None = None
     #: Color of each class in color masks, as [red, green, blue] or "#rrggbb". The name ``void`` means no label.
     colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
-    #: Read masks with a palette by index or by color. With ``auto``, they are read by color if the classes have colors.
+    #: Read masks with a palette by index or by color. With ``auto``, colors are used if the classes have colors.
     palette: Literal["auto", "index", "color"] = "auto"
-    #: Orientation of masks for images with an EXIF orientation. With ``upright``, masks have the orientation of the
+    #: Orientation of masks for images with an EXIF orientation tag. With ``upright``, masks have the orientation of the
     #: upright image. With ``raw``, masks have the orientation of the stored pixels. With ``auto``, the sizes of the
     #: image and the mask determine the orientation.
     exif: Literal["auto", "upright", "raw"] = "auto"
@@ -150,16 +150,15 @@ class TextConfig(Section):
     names: Annotated[list[Name], Field(min_length=2)] | None = None
     #: Delimiter between cells. If null, the delimiter is determined by the file extension or the columns.
     delimiter: Literal["comma", "semicolon", "tab", "pipe"] | None = None
-    #: If true, quotes enclose cells. If false, quotes are plain characters. Null means true for .csv and false for
-    #: .tsv.
+    #: If true, quotes enclose cells. If false, quotes are plain characters. If null, the value is true for .csv files
+    # and false for .tsv files.
     quotes: bool | None = None
-    #: Python name of the file encoding, e.g. cp1252 or utf-16-le. If null, the encoding is UTF-8, or the encoding of a
-    #: byte order mark.
+    #: Python name of the file encoding, e.g. cp1252 or utf-16-le. If null, the byte order mark determines the encoding.
+    # Without a byte order mark, the encoding is UTF-8.
     encoding: Name | None = None
     #: Labels that mean "no label", in addition to empty labels and NaN.
     missing: list[str | int | float] = ["null", "NULL", "NA", "N/A"]
-    #: If true, labels that differ only in case are merged. If false, they are kept separate. If null, they are
-    #: rejected.
+    #: Labels that differ only in case are merged if true, kept separate if false, and rejected if null.
     ignore_case: bool | None = None
 
 
@@ -173,13 +172,13 @@ DATA_NAMES = (
 class DataConfig(Section):
     """A data set of images or texts, with its splits, loading and augmentation."""
 
-    #: One of `DATA_NAMES`, or the name of a data set that another package registers with its kind of task.
+    #: One of `DATA_NAMES`, or the name of a data set that another package registers with a kind of task.
     name: Annotated[Name, Field(json_schema_extra={"enum": [*DATA_NAMES]})]
     root: Name = "./data"
-    #: For a user's folder: follow links to targets outside of `root`. If false, such links are rejected.
+    #: Follow links to targets outside of `root` in a user's folder. If false, such links are rejected.
     follow_links: bool = False
-    #: For a user's folder: one or more folders for each split, relative to `root`. Their direct subfolders are the
-    #: classes. If null, the splits are recognized by name.
+    #: One or more folders for each split of a user's data set, relative to `root`. The direct subfolders are the
+    # classes. If null, the splits are recognized by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits. If null, the values are 0 and 65535.
     value_range: tuple[float, float] | None = None
@@ -189,7 +188,7 @@ class DataConfig(Section):
     #: Batch size of evaluation. If null, `batch_size` is used.
     eval_batch_size: BatchSize | None = None
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
-    #: Fraction of the training images held out for validation by a stratified and seeded split.
+    #: Fraction of the training images that is held out for validation (stratified and seeded).
     val_fraction: Fraction = 0.1
     #: Split for selecting the best epoch. Use ``test`` only to reproduce a paper that selected on the test split.
     select_best_on: Literal["val", "test"] = "val"
@@ -202,8 +201,8 @@ class DataConfig(Section):
     #: Settings of a text data set, or null for a data set of images.
     text: TextConfig | None = None
     download: bool = True
-    #: Keep decoded and resized images on disk for later epochs and runs. With ``auto``, they are kept if there is
-    #: enough space.
+    #: Keep decoded and resized images on disk for later epochs and runs. With ``auto``, images are kept if the disk has
+    # enough space.
     keep_decoded: Literal["off", "auto", "on"] = "auto"
     decoded_folder: Name = "outputs/decoded"
     #: Maximum size of the decoded images on disk, in bytes or with a unit.
@@ -216,13 +215,13 @@ class OptimConfig(Section):
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]
     weight_decay: NotNegative = 1e-5
-    #: Momentum of SGD. Other optimizers do not use it.
+    #: Momentum of SGD. Other optimizers do not use this setting.
     momentum: Fraction = 0.9
-    #: Decay rates of the two moments of Adam and AdamW. SGD does not use them.
+    #: Decay rates of the two moments of Adam and AdamW. SGD does not use this setting.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
-    #: Number of warm-up steps. Must be less than the number of optimizer steps. If null, a quarter of the optimizer
-    #: steps are warm-up steps, but at most 100.
+    #: Number of warm-up steps, which must be less than the number of optimizer steps. If null, a quarter of the
+    # optimizer steps are warm-up steps, but at most 100.
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: Learning rate at the start of the warm-up, as a fraction of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -233,7 +232,7 @@ class OptimConfig(Section):
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: Factor by which `lr` is multiplied for the classifier.
     head_lr_mult: Positive = 1.0
-    #: Ratio of the learning rate of each layer to that of the next layer. If null, all layers use the same rate.
+    #: Learning rate of a layer divided by the learning rate of the next layer. If null, all layers use the same rate.
     layer_decay: Annotated[float, Field(gt=0, le=1)] | None = None
     #: Number of bits per value of the two moments of Adam and AdamW.
     state_bits: Literal[32, 8, 4] = 32
@@ -253,22 +252,23 @@ class TrainerConfig(Section):
     devices: Count | Literal["auto"] = 1
     #: Number of nodes, each with `devices` processes.
     num_nodes: Count = 1
-    #: With ``auto``, DistributedDataParallel is used for several processes. With ``ddp``, it is also used for one
-    #: process.
+    #: With ``auto``, DistributedDataParallel is used for several processes. With ``ddp``, a single process also uses
+    # DistributedDataParallel.
     strategy: Literal["auto", "ddp"] = "auto"
     #: Number of batches per optimizer step.
     grad_accum_steps: Count = 1
-    #: Use the channels-last memory format for convolutions. If null, it is used only on a CPU, where it is faster.
+    #: Use the channels-last memory format for convolutions. If null, this format is used only on a CPU, where it is
+    # faster.
     channels_last: bool | None = None
     progress: bool = True
     deterministic: bool = False
     #: Maximum number of batches in evaluation, or null for all batches.
     limit_eval_batches: Count | None = None
-    #: Numeric form of the frozen prefix: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
-    #: folded and in bfloat16 (``bf16``), or the fastest form on this machine (``auto``); see `models.prefix_form`.
+    #: How the frozen prefix is computed: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
+    # folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). See `models.prefix_form`.
     prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
-    #: Store the output of the frozen prefix. With ``auto``, it is stored only if this saves time; see
-    #: `training.features`.
+    #: Store the output of the frozen prefix. With ``auto``, the output is stored only if storing saves time. See
+    # `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
     #: Number of augmented views of each image in the stored features. Epoch e uses view e modulo this number.
     views: Count = 4
@@ -293,16 +293,15 @@ class LoggerConfig(Section):
     tags: list[str] = Field(default_factory=list)
     job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
-    #: Number of optimizer steps between records of the training loss and the learning rate. If null, the interval is
-    #: 50, or shorter so that there are at least 20 records.
+    #: Number of optimizer steps between records of the training loss and the learning rate. If null, the interval is 50
+    # steps, or less if the run would otherwise have fewer than 20 records.
     every_n_steps: Count | None = None
 
 
 class CostConfig(Section):
-    """The cost report at the end of a run."""
+    """Settings of the cost report at the end of a run."""
 
-    #: Selection (full, last_stage, head, …) that defines the baseline of the cost comparison, or none for no
-    #: comparison.
+    #: Trained part (full, last_stage, head, …) of the baseline in the cost comparison, or none for no comparison.
     baseline: Name = "full"
     #: Maximum number of timed steps for the run and the baseline. Timing takes at most a tenth of the training time.
     steps: Count = 5
@@ -321,14 +320,15 @@ class Config(Section):
     `method` maps the name of each method to its settings: the constructor's arguments and `select`.
     """
 
-    #: The kind of task. Other packages may add kinds; see `config.kinds`.
+    #: The kind of task. Other packages may add kinds. See `config.kinds`.
     task: Annotated[Name, Field(json_schema_extra={"enum": ["classification", "segmentation", "text"]})] = (
         "classification"
     )
     model: ModelConfig
     #: The data set, or the first data set of `tasks`.
     data: DataConfig
-    #: Several data sets by name, each with its own classifier. Optimizer steps alternate between them in this order.
+    #: Several data sets by name, each with its own classifier. Optimizer steps alternate between the data sets in this
+    # order.
     tasks: dict[Name, DataConfig] = Field(default_factory=dict)
     method: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     optim: OptimConfig
@@ -352,9 +352,9 @@ class Config(Section):
     cost_only: bool = False
     #: Also print each module that a method changes or skips, and the notes in train.log.
     verbose: bool = False
-    #: Memory allocator of the process (Linux with glibc); see `core.allocator`.
+    #: Memory allocator of the process (Linux with glibc). See `core.allocator`.
     allocator: Literal["auto", "mimalloc", "tcmalloc", "keep", "system"] = "auto"
-    #: Memory budget of the run with a unit (4GB, 3.5GiB), or null for no budget; see `training.memory.budget`.
+    #: Memory budget of the run with a unit (4GB, 3.5GiB), or null for no budget. See `training.memory.budget`.
     memory: str | int | float | None = None
 
     #: Settings of the options that the command line selects (model=, data=, ...), or None if there are none.
@@ -370,7 +370,7 @@ class Config(Section):
         return copy
 
     def changed(self) -> dict[str, Any]:
-        """Return the settings that differ from the selected options or the defaults of the schema, by full name."""
+        """Return the settings that differ from the selected options or the schema's defaults, keyed by full name."""
         options = {} if self._options is None else flatten(self._options)
         given = flatten(self.model_dump(mode="json", exclude_defaults=True))
         return {

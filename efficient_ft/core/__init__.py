@@ -1,1 +1,1 @@
-"""Basic modules that import nothing else from the package: errors, seeds, processes, files and text."""
+"""Basic modules for errors, seeds, processes, files and text. These modules import no other part of this package."""

@@ -1,13 +1,13 @@
-"""Select the memory allocator of the process.
+"""Selection of the memory allocator of the process.
 
-By default, glibc returns the memory of large activations to the system when they are freed, so that every step causes
-page faults. Steps are faster if glibc is set to keep freed memory. However, small tensors that live until the backward
-pass then fragment its heap, and a process can use up to four times the size of its live tensors. tcmalloc and mimalloc
-also keep freed memory for reuse. tcmalloc wastes the least memory (`benchmarks/allocators_*.json`), but no Python
-package contains it. Both allocators must be loaded before the first allocation. The program therefore executes itself
-again with the library in ``LD_PRELOAD``.
+By default, glibc returns the memory of large activations to the system when they are freed. Therefore, every step
+causes page faults. Steps are faster if glibc is set to keep freed memory. However, small tensors that live until the
+backward pass then fragment the heap. As a result, a process can use up to four times the size of its live tensors. The
+allocators tcmalloc and mimalloc also keep freed memory for reuse. tcmalloc wastes the least memory
+(`benchmarks/allocators_*.json`), but no Python package contains tcmalloc. tcmalloc and mimalloc must be loaded before
+the first allocation. Therefore, the program restarts with the library in ``LD_PRELOAD``.
 
-These functions change the process, so only programs call them. Importing the library has no effect on the allocator.
+The functions of this module change the process, so only programs use them. Imports do not change the allocator.
 """
 
 from __future__ import annotations
@@ -34,26 +34,25 @@ _M_MMAP_MAX = -4
 #: Values of the setting ``allocator``.
 CHOICES = ("auto", "mimalloc", "tcmalloc", "keep", "system")
 
-#: Result of `allocator_in_use` after glibc was set to keep freed memory.
+#: Value that `allocator_in_use` returns after glibc was set to keep freed memory.
 KEEPING = "keeping freed memory (glibc)"
 
 #: File names and installation hints of the allocators, in the order in which ``auto`` tries them.
 _PRELOADED = {
     "tcmalloc": (
         ("libtcmalloc_minimal.so.4*", "libtcmalloc.so.4*", "libtcmalloc_minimal.so", "libtcmalloc.so"),
-        "apt install libtcmalloc-minimal4, or gperftools from conda-forge",
+        "apt install libtcmalloc-minimal4, or install gperftools from conda-forge",
     ),
     "mimalloc": (("libmimalloc.so", "libmimalloc.so.[23]*"), "pip install cmeel-mimalloc"),
 }
 
-#: Environment variable that is set in the re-executed process, so that it does not restart again.
+#: Environment variable that is set in the restarted process, so that the process does not restart again.
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
-#: Environment variables that are set for the allocators, unless the user has set them. Huge pages (torch's
-#: THP_MEM_ALLOC_ENABLE) are not enabled: they do not speed up steps, and with mimalloc they increase the memory of some
-#: recipes.
+#: Environment variables that are set for the allocators, unless the user has set them. Huge pages (THP_MEM_ALLOC_ENABLE
+#: in torch) are not enabled, because they do not speed up steps and increase the memory of some recipes with mimalloc.
 _TUNING = {
-    "MIMALLOC_PURGE_DELAY": "-1",  # keep freed memory, which avoids page faults
+    "MIMALLOC_PURGE_DELAY": "-1",  # freed memory is kept, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",
 }
 
@@ -67,7 +66,7 @@ def keep_freed_memory() -> bool:
     """Make glibc keep freed memory. Call this function before the first tensor is created.
 
     Returns:
-        True if the settings took effect. They require glibc, which macOS, Windows and musl systems do not have.
+        True if the settings took effect. The settings require glibc, which macOS, Windows and musl systems do not have.
     """
     global _kept
     if not _glibc():
@@ -79,21 +78,21 @@ def keep_freed_memory() -> bool:
 
 
 def restart_with(choice: str, setting: str = "allocator") -> None:
-    """Execute this program again with the allocator `choice` preloaded, or return if this is not needed or possible.
+    """Restart this program with the allocator `choice` preloaded, or return if a restart is not needed or possible.
 
     The process keeps its id and its terminal, and child processes inherit the allocator. `use_allocator` logs the
     restart. The program does not restart if:
 
     * the process is not one of this package's programs (a notebook, a test, another script);
-    * it runs under a debugger or profiler;
+    * the process runs under a debugger or profiler;
     * torch is already loaded, or an allocator is already preloaded.
 
     Args:
-        choice: one of `CHOICES`. ``auto`` selects the first available allocator that loads, or none.
+        choice: one of `CHOICES`. ``auto`` selects the first allocator that loads, or no allocator if none loads.
         setting: name of the setting, for error messages.
 
     Raises:
-        SettingError: the allocator `choice` is not installed or does not load.
+        SettingError: If the allocator `choice` is not installed or does not load.
     """
     if choice in ("keep", "system") or _preloaded() is not None or not _may_restart():
         return
@@ -109,17 +108,17 @@ def restart_with(choice: str, setting: str = "allocator") -> None:
 
 
 def use_allocator(choice: str, setting: str = "allocator") -> str:
-    """Set up the allocator `choice` in this process, before the first tensor is created.
+    """Set up the allocator `choice` in this process. Call this function before the first tensor is created.
 
     Args:
         choice: one of `CHOICES`. ``auto`` sets glibc to keep freed memory, unless another allocator is preloaded.
         setting: name of the setting, for error messages.
 
     Returns:
-        The allocator in use, see `allocator_in_use`.
+        The allocator in use (see `allocator_in_use`).
 
     Raises:
-        SettingError: `choice` is not one of `CHOICES`, or is not available in this process.
+        SettingError: If `choice` is not one of `CHOICES`, or is not available in this process.
     """
     if choice not in CHOICES:
         raise SettingError(setting, choice, CHOICES)
@@ -127,13 +126,13 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
     if choice in ("auto", "keep"):
         kept = loaded is None and keep_freed_memory()
         if choice == "keep" and not kept:
-            why = f"{loaded} is preloaded" if loaded else "this system does not use glibc"
-            raise SettingError(setting, choice, "auto or system here", f"{why[0].upper()}{why[1:]}.")
+            why = f"{loaded} is preloaded" if loaded else "the system does not use glibc"
+            raise SettingError(setting, choice, "auto or system in this process", f"{why[0].upper()}{why[1:]}.")
     elif choice != "system" and loaded != choice:
         raise _missing(choice, setting)
     used = allocator_in_use()
     if _RESTARTED in os.environ:
-        log.debug("The program started again with %s (LD_PRELOAD=%s). %s=system leaves the allocator as it is.",
+        log.debug("The program restarted with the allocator %s (LD_PRELOAD=%s). Use %s=system to prevent the restart.",
                   used, os.environ.get("LD_PRELOAD"), setting)  # fmt: skip
     else:
         log.debug("Allocator: %s.", used)
@@ -141,7 +140,7 @@ def use_allocator(choice: str, setting: str = "allocator") -> str:
 
 
 def allocator_in_use() -> str:
-    """Return the allocator of this process: ``mimalloc``, ``tcmalloc``, `KEEPING`, or ``system``."""
+    """Return the name of the allocator of this process (``mimalloc``, ``tcmalloc``, `KEEPING` or ``system``)."""
     return _preloaded() or (KEEPING if _kept else "system")
 
 
@@ -164,7 +163,7 @@ def _mapped(maps: str) -> str | None:
 
 
 def _may_restart() -> bool:
-    """Return True if this process is a program of this package that can be executed again, see `restart_with`."""
+    """Return True if this process is a program of this package that can be restarted (see `restart_with`)."""
     main = sys.modules.get("__main__")
     spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
     module = spec is not None and spec.name == "efficient_ft.__main__"
@@ -181,7 +180,7 @@ def _may_restart() -> bool:
 
 
 def _libraries(name: str) -> Iterator[Path]:
-    """Yield an allocator's shared libraries from Python packages, the environment and the system, in this order."""
+    """Yield shared libraries of an allocator from Python packages, the environment and the system, in this order."""
     patterns, _ = _PRELOADED[name]
     if name == "mimalloc":
         try:
@@ -197,7 +196,7 @@ def _libraries(name: str) -> Iterator[Path]:
 
 
 def _environment(library: Path) -> dict[str, str]:
-    """Return the environment for the re-executed process."""
+    """Return the environment of the restarted process."""
     before = os.environ.get("LD_PRELOAD")
     preload = f"{library}:{before}" if before else str(library)
     return {**_TUNING, **os.environ, "LD_PRELOAD": preload, _RESTARTED: "1"}
@@ -219,11 +218,11 @@ def _missing(name: str, setting: str) -> SettingError:
     """Return the error for a requested allocator that is not available in this process."""
     found = next(_libraries(name), None) if _glibc() else None
     if not _glibc():
-        do = "Allocators are preloaded on Linux with glibc only."
+        do = "Allocators can be preloaded only on Linux with glibc."
     elif found is None:
-        do = f"{name} is not installed: {_PRELOADED[name][1]}."
+        do = f"{name} is not installed. To install it, run: {_PRELOADED[name][1]}."
     elif _may_restart():
-        do = f"{found} does not load. Install a different library: {_PRELOADED[name][1]}."
+        do = f"The library {found} does not load. To install a different library, run: {_PRELOADED[name][1]}."
     else:
-        do = f"This process cannot start again. Set LD_PRELOAD={found} in its environment."
+        do = f"This process cannot restart. Set LD_PRELOAD={found} in the environment of the process."
     return SettingError(setting, name, "an allocator that is available in this process", do)

@@ -1,9 +1,9 @@
-"""Thread-local context for packing, tokens, recomputation and local execution.
+"""Thread-local context for tensor packing, dropped tokens, recomputation and steps that only one process runs.
 
-A value set by `set_context` applies to code that the same thread runs inside the ``with`` block. On CUDA, autograd runs
-the backward pass in separate threads, which begin with the default values. A forward pass that is recomputed there
-enters its contexts again. State that is passed from one block of a model to the next is attached to tensors instead
-(`efficient_ft.ops.tokens.attach_tokens`), so that recomputation restores it.
+A value set with `set_context` applies to code that runs in the same thread inside the ``with`` block. On CUDA, autograd
+runs the backward pass in separate threads, which begin with the default values. A forward pass that is recomputed in an
+autograd thread enters its contexts again. State that is passed from one block of a model to the next is attached to
+tensors instead (`efficient_ft.ops.tokens.attach_tokens`), so that recomputation restores the state.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Context(threading.local):
 
     Attributes:
         packing: innermost packing mode (`efficient_ft.ops.saving.PackedOperations`), or None if tensors are not packed.
-        tokens: record (`efficient_ft.ops.tokens.Tokens`) of the tokens that the current layer receives, or None if it
-            receives all tokens.
+        tokens: tokens that the current layer receives (`efficient_ft.ops.tokens.Tokens`), or None if the layer receives
+            all tokens.
         token_reduction_suspended: if True, blocks do not drop or merge tokens.
-        local_only: if True, this process runs steps that the other processes do not run, so `all_reduce_sum` returns
-            its input.
-        short_reports: if True, reports from `apply` omit notes, because some of them require counting.
+        local_only: if True, this process runs steps that other processes do not run, and `all_reduce_sum` returns its
+            input.
+        short_reports: if True, reports from `apply` omit notes, because some notes require the cost to be counted.
     """
 
     packing: Any = None
@@ -42,7 +42,7 @@ context = Context()
 
 @contextmanager
 def set_context(field: str, value: Any) -> Iterator[None]:
-    """Set one field of `context` inside a ``with`` block, and restore its previous value at the end."""
+    """Set a field of `context` inside a ``with`` block, and restore the previous value of the field at the end."""
     before = getattr(context, field)
     setattr(context, field, value)
     try:
@@ -52,5 +52,5 @@ def set_context(field: str, value: Any) -> Iterator[None]:
 
 
 def is_recomputing() -> bool:
-    """Return True inside the backward pass, where a forward pass is a recomputation (by this package or by torch)."""
+    """Return True inside a backward pass, where every forward pass is a recomputation (by this package or by torch)."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""Return the rank of this training process, and sum tensors over all processes."""
+"""Functions that return the rank of this training process and sum tensors over all processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from efficient_ft.core.context import context, set_context
 
 
 def local_only() -> AbstractContextManager[None]:
-    """Let `all_reduce_sum` return its input inside a ``with`` block, for steps that only one process runs."""
+    """Make `all_reduce_sum` return its input inside a ``with`` block, for steps that only one process runs."""
     return set_context("local_only", True)
 
 
@@ -24,11 +24,11 @@ def all_reduce_sum(values: Tensor) -> Tensor:
     """Sum a tensor over all processes (all-reduce). Every process must call this function.
 
     Args:
-        values: tensor whose shape is the same in all processes; it is not changed.
+        values: tensor with the same shape in all processes. The tensor is not modified.
 
     Returns:
-        The sum over all processes. It is on a CUDA device if the backend is nccl. Without a process group or inside
-        `local_only`, `values` is returned.
+        The sum over all processes. The sum is on a CUDA device if the backend is nccl. Without a process group or
+        inside `local_only`, `values` is returned.
     """
     if context.local_only or not (dist.is_available() and dist.is_initialized()):
         return values

@@ -1,7 +1,7 @@
 """Errors that a user can fix. Each message names the setting, the constraint, the value and a remedy.
 
-Errors in the code of this package are reported by assertions instead. This module does not import torch, because
-configurations are checked before torch is imported.
+Assertions report errors in the code of this package instead. This module does not import torch, because configurations
+are checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from contextlib import contextmanager
 
 
 class UserError(ValueError):
-    """Error that the user can fix. The command line prints only its message and exits with status 2."""
+    """Error that the user can fix. The command line prints only the message of this error and exits with status 2."""
 
 
 class DivergedError(UserError):
-    """Error for a loss or weights that are not finite. A study records this error as a result of the settings."""
+    """Error for a non-finite loss or non-finite weights. A study records this error as a result of the settings."""
 
 
 class SettingError(UserError):
-    """Error for an invalid value of a setting: "<setting> must be <constraint>, got <value>."
+    """Error for an invalid value of a setting, with the message "<setting> must be <constraint>, got <value>."
 
     Args:
-        setting: full name of the setting on the command line, e.g. ``method.lbp_wht.order``.
+        setting: full name of the setting on the command line, for example ``method.lbp_wht.order``.
         value: invalid value.
         allowed: constraint (``"an integer >= 1"``), or the allowed values.
-        do: sentence that describes a remedy, or None if `allowed` is sufficient.
+        do: sentence that describes a remedy, or None if `allowed` is sufficient advice.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):
@@ -42,20 +42,20 @@ class SettingError(UserError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return `` Did you mean 'x'?`` for the most similar name in `known`, or an empty string."""
+    """Return `` Did you mean 'x'?`` for the most similar name in `known`, or an empty string if no name is similar."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
 def first_line(error: BaseException) -> str:
-    """Return at most 300 characters of an error message's first line, or the error's type if the message is empty."""
+    """Return the first line of an error message (up to 300 characters), or the error type if the message is empty."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 def why_unreadable(error: BaseException) -> str:
     """Return the reason why a file of tensors cannot be loaded, without torch's advice to load unsafe files."""
     if "weights only" in str(error).lower() or "weights_only" in str(error):
-        return "it contains Python objects other than tensors and plain values, which could run code when loaded"
+        return "it contains Python objects that could run code when they are loaded"
     return first_line(error)
 
 
@@ -68,10 +68,10 @@ def replace_unprintable() -> None:
 
 @contextmanager
 def single_values() -> Iterator[None]:
-    """Replace BatchNorm's error for one value per channel by a message that names the settings to change.
+    """Replace the error of BatchNorm for one value per channel with a message that names the settings to change.
 
     Raises:
-        UserError: a BatchNorm layer received a batch with one value per channel (one image).
+        UserError: If a BatchNorm layer received a batch with one value per channel (one image).
     """
     try:
         yield
@@ -80,14 +80,14 @@ def single_values() -> Iterator[None]:
             raise
         raise UserError(
             "BatchNorm cannot compute the statistics of a batch with one value per channel (one image). Use"
-            " model.frozen_bn=true, or a data.batch_size >= 2 that leaves no last batch with one image."
+            " model.frozen_bn=true, or a data.batch_size >= 2 for which the last batch has more than one image."
         ) from error
 
 
 class TerminatedRun(SystemExit):
     """Exception that ends the process after a signal other than SIGINT.
 
-    The exit status is 128 plus the signal's number, as in shells.
+    As in shells, the exit status is 128 plus the number of the signal.
 
     Args:
         number: number of the signal. Default: 15 (SIGTERM).

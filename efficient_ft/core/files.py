@@ -1,7 +1,6 @@
-"""Write files atomically, and never through a link.
-
-A file remains complete even if the process is killed or the power fails. Links are not followed, because another user
-of a shared folder could create a link that redirects a write to a different file of this user.
+"""Functions that write files atomically and never write through a link. A file is never written partially, even if the
+process is killed or the power fails. Links are not followed, because another user of a shared folder could create a
+link to a different file of this user, and that file would be overwritten.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from efficient_ft.core.terminal import shown_path
 
 #: Prefix and suffix of the names of temporary folders.
 _TEMPORARY = (".efficient_ft.", ".tmp")
-#: Prefixes of paths that refer to streams of the process. A stream cannot be replaced by a file.
+#: Prefixes of the paths of the process's streams. A file cannot replace a stream.
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/")
 
 
 def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
-    """Call `write` to create a temporary file, sync the file to disk, and rename it to `path`.
+    """Call `write` to create a temporary file, sync the file to disk, and rename the file to `path`.
 
-    The temporary file has the same name as `path` and the default permissions of new files. It is created in a new
-    folder next to `path` that only this user can enter. A link at `path` is replaced, and its target is not changed.
-    Devices and pipes, such as ``/dev/stdout``, are written directly.
+    The temporary file has the same name as `path` and the default permissions of new files. The temporary file is
+    created in a new folder next to `path` that only this user can access. If `path` is a link, the link is replaced,
+    and the target of the link is not changed. Devices and pipes, such as ``/dev/stdout``, are written directly.
     """
     if _is_stream(path):
         write(path)
@@ -48,17 +47,17 @@ def write_atomically(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Write a text as UTF-8, see `write_atomically`."""
+    """Write a text as UTF-8 (see `write_atomically`)."""
     write_bytes_atomically(path, text.encode())
 
 
 def write_bytes_atomically(path: Path, content: bytes) -> None:
-    """Write bytes, see `write_atomically`."""
+    """Write bytes to a file (see `write_atomically`)."""
     write_atomically(path, lambda temporary: temporary.write_bytes(content))
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove the temporary files of killed processes from `folder`. Links are not followed.
+    """Remove temporary files that killed processes left in `folder`. Links are not followed.
 
     No other process may write to `folder` at the same time.
     """
@@ -74,7 +73,7 @@ def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
     `mode` and `buffering` are passed to `open`. Text is encoded as UTF-8.
 
     Raises:
-        UserError: `path` is a link.
+        UserError: If `path` is a link.
     """
     try:
         return open(path, mode, buffering, encoding=None if "b" in mode else "utf-8", opener=_not_a_link)
@@ -88,18 +87,18 @@ def refuse_link(path: Path) -> None:
     """Check that a file or folder to be written is not a link.
 
     Raises:
-        UserError: `path` is a link.
+        UserError: If `path` is a link.
     """
-    if os.path.islink(path):  # pathlib would raise an error for a name that is too long
+    if os.path.islink(path):  # pathlib raises an error for a name that is too long
         raise UserError(
-            f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}, and the target would be overwritten."
+            f"{shown_path(path)} is a link to {shown_path(os.readlink(path))}. The target would be overwritten."
             " Remove the link, or choose another folder."
         )
 
 
 def _remove_folder(private: Path) -> None:
-    """Remove a folder and its files, but not subfolders. Errors are ignored."""
-    with suppress(OSError):  # an error here must not hide an error of the write
+    """Remove the files in a folder, and remove the folder if it has no subfolders. Errors are ignored."""
+    with suppress(OSError):  # an error here must not hide an error from writing the file
         for file in private.iterdir():
             file.unlink()
         private.rmdir()
@@ -122,7 +121,7 @@ def _not_a_link(path: str, flags: int) -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Sync `folder` to disk, so that a rename in it survives a power failure. Windows does not support this."""
+    """Sync `folder` to disk (not on Windows), so that a rename in `folder` survives a power failure."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except OSError:

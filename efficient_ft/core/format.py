@@ -1,4 +1,4 @@
-"""Format numbers, sizes, times and percentages for people."""
+"""Functions that format numbers, sizes, times and percentages for output."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def format_seconds(value: float) -> str:
 def format_percent(fraction: float, sign: bool = False) -> str:
     """Format a fraction as a percentage: 0.93139 → ``93.14 %``.
 
-    If `sign` is True, positive values begin with a plus sign. Fractions below 1 are never formatted as ``100 %``, and
-    fractions above 0 are never formatted as ``0 %``. Two decimals are shown, so that different accuracies on 10,000
-    samples can be distinguished.
+    If `sign` is True, positive values begin with a plus sign. A fraction below 1 is never formatted as ``100 %``, and a
+    fraction above 0 is never formatted as ``0 %``. The percentage has two decimals, so that different accuracies on
+    10,000 samples can be distinguished.
     """
     value = 100 * fraction
     value = min(value, 99.99) if value < 100 else value
@@ -53,7 +53,7 @@ def format_ratio(value: float) -> str:
 
 
 def bytes_setting(value: float) -> str:
-    """Format a size as a setting, rounded up: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
+    """Format a size as the value of a setting, rounded up: 4271234567 → ``3.98GiB``; 4000000000 → ``4GB``."""
     hundredths = 100 * value / 2**30
     if hundredths % 1 and not value % 10**7:
         return f"{value / 10**9:g}GB"
@@ -61,7 +61,7 @@ def bytes_setting(value: float) -> str:
 
 
 def format_digits(value: float, digits: int = 4) -> str:
-    """Format a number with `digits` significant digits and without a unit, which the header states: ``1203``."""
+    """Format a number with `digits` significant digits and without a unit, for columns whose header states the unit."""
     if not value or not math.isfinite(value):
         return f"{value:g}"
     return f"{value:.{max(0, digits - 1 - math.floor(math.log10(abs(value))))}f}"

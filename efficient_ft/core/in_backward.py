@@ -1,4 +1,4 @@
-"""Reject settings of a training loop that do not support an optimizer that steps inside the backward pass."""
+"""Check of settings that are incompatible with optimizer steps inside the backward pass."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def refuse_in_backward(
     scaling: Wrong | None = None,
     processes: Wrong | None = None,
 ) -> None:
-    """Raise an error for the first incompatible setting. An argument is None if its setting is compatible.
+    """Raise an error for the first incompatible setting. Pass None for a setting that is compatible.
 
-    The settings control clipping by the norm of all gradients, accumulation of gradients over several batches, loss
-    scaling (as with fp16), and averaging of gradients over several processes. `by` names the setting or the optimizer
-    that updates parameters inside the backward pass.
+    The settings control gradient clipping by the norm of all gradients, gradient accumulation, loss scaling (as with
+    fp16), and gradient averaging over several processes. `by` names the setting or the optimizer that updates
+    parameters inside the backward pass.
 
     Raises:
-        SettingError: a setting is incompatible.
+        SettingError: If one of the settings is incompatible.
     """
     for wrong, why in (
-        (clipping, "The norm of all gradients is known only after the backward pass, when they are already freed."),
+        (clipping, "The norm of all gradients is known only after the backward pass has freed the gradients."),
         (accumulation, "Each backward pass updates the parameters, so gradients cannot be accumulated."),
         (scaling, "Whether a scaled gradient overflows is known only after the backward pass."),
-        (processes, "Parameters would be updated before their gradients are averaged over the processes."),
+        (processes, "Parameters would be updated before the gradients are averaged over the processes."),
     ):
         if wrong is not None:
             raise SettingError(wrong.name, wrong.value, f"{wrong.right} with {by}", why)

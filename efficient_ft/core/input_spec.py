@@ -16,13 +16,13 @@ IGNORED = 255
 
 @dataclass(frozen=True)
 class InputSpec:
-    """Input of a network: size and normalization of images, or length and tokenizer of texts.
+    """Input specification of a network: size and normalization of images, or length and tokenizer of texts.
 
     Args:
         size: (height, width) in pixels, or (tokens,) with the maximum number of tokens in a text.
         mean: mean of each channel (red, green, blue, or gray) for pixel values in [0, 1]. Empty for texts.
         std: standard deviation of each channel for pixel values in [0, 1]. Empty for texts.
-        interpolation: interpolation for resizing, a name in torchvision's `InterpolationMode`, e.g. ``bicubic``.
+        interpolation: mode for resizing, as a name in torchvision's `InterpolationMode`, for example ``bicubic``.
         tokenizer: tokenizer for texts. If None, the tokenizer of the model is used.
     """
 
@@ -37,10 +37,10 @@ class InputSpec:
         """Size of the images in pixels, (height, width).
 
         Raises:
-            UserError: the network takes texts.
+            UserError: If the input of the network is text.
         """
         if len(self.size) == 1:
-            raise UserError("This function requires an image network, got a text network.")
+            raise UserError("This function requires an image network, but the network takes texts.")
         height, width = self.size
         return height, width
 

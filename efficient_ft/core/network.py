@@ -1,4 +1,4 @@
-"""Check within seconds whether a URL can be fetched, and report the reason if not."""
+"""Functions that open a URL, or check within seconds whether a URL can be fetched."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ _ERRORS = (OSError, http.client.HTTPException, ValueError)
 def open_url(url: str, timeout: float) -> Any:
     """Open `url` (http, https, ftp or file) through the proxies of the current environment.
 
-    The response is a context manager with `headers` and `read`. The connection is closed after `timeout` seconds
-    without data.
+    The returned response is a context manager with `headers` and `read`. The connection is closed after `timeout`
+    seconds without data.
 
     Raises:
-        OSError, http.client.HTTPException, ValueError: `url` cannot be opened.
+        OSError, http.client.HTTPException, ValueError: If `url` cannot be opened.
     """
-    # A new opener is built, because urllib's shared opener caches the proxies of its first use.
+    # A new opener is created, because the shared opener of urllib caches the proxies when it is first used.
     opener = urllib.request.build_opener()
     return opener.open(urllib.request.Request(url, headers={"User-Agent": "efficient-ft"}), timeout=timeout)
 
 
 def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> str | None:
-    """Check whether `url` can be fetched, without fetching it.
+    """Check whether `url` can be fetched, without downloading it.
 
-    Proxies are read from the environment (`https_proxy`, `no_proxy`, ...), as in urllib.
+    As in urllib, proxies are read from the environment (`https_proxy`, `no_proxy`, ...).
 
     Args:
         url: URL of the file.
         size: expected length in bytes. A host that announces a different length counts as unreachable.
-        accept_404: if True, a host that answers 404 counts as reachable, because the file may have another name there.
+        accept_404: if True, a host that answers 404 counts as reachable, because the file name may differ on this host.
 
     Returns:
-        None if the URL can be fetched. Otherwise a message with the host, the proxy and the reason, e.g. that the host
-        did not answer within `PROBE_SECONDS`.
+        None if the URL can be fetched. Otherwise, a message that states the host, the proxy and the reason. For
+        example, the host did not answer within `PROBE_SECONDS`.
     """
     answer: list[str | None] = []
     # The request runs in a thread, because name resolution ignores socket timeouts.
@@ -51,12 +51,12 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
     thread.join(PROBE_SECONDS)
     host = urllib.parse.urlsplit(url).netloc
     if not answer:
-        return f"{host}{_through(url)} gave no answer within {PROBE_SECONDS:g} seconds"
+        return f"{host}{_through(url)} did not answer within {PROBE_SECONDS:g} seconds"
     return None if answer[0] is None else f"{host}{_through(url)}: {answer[0]}"
 
 
 def reason_of(error: Exception) -> str:
-    """Return a short reason for an error from `open_url`."""
+    """Return a short description of an error from `open_url`."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
@@ -66,7 +66,7 @@ def reason_of(error: Exception) -> str:
 
 def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
     try:
-        # The GET request is closed after the headers are received. HEAD is not used, because some hosts refuse it.
+        # The connection is closed after the headers. HEAD requests are not used, because some hosts refuse them.
         with open_url(url, PROBE_SECONDS) as response:
             length = response.headers.get("Content-Length")
     except _ERRORS as error:
@@ -74,12 +74,12 @@ def _ask(url: str, size: int | None, accept_404: bool) -> str | None:
             return None
         return reason_of(error)
     if size is not None and length is not None and length.isdigit() and int(length) != size:
-        return f"it announces {length} bytes, expected {size}"
+        return f"the host announces {length} bytes, but {size} bytes are expected"
     return None
 
 
 def _through(url: str) -> str:
-    """Return `` through the proxy HOST`` without the password, or an empty string if the environment names no proxy."""
+    """Return `` through the proxy HOST`` without the password, or an empty string if no proxy is used."""
     parts = urllib.parse.urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
     if not proxy or urllib.request.proxy_bypass(parts.hostname or ""):

@@ -1,11 +1,12 @@
-"""Find packages that add methods or kinds of task through entry points, and find their configuration files.
+"""Discovery of packages that add methods or kinds of task through entry points, and of their configuration files.
 
-A package declares each method as an entry point, and contains the method's settings in a YAML file in ``conf/method``::
+A package declares each method as an entry point and stores the settings of the method in a YAML file in
+``conf/method``::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"      # every_nth_method/conf/method/every_nth.yaml
 
-This module reads only metadata and files. It does not import the packages.
+This module reads only metadata and files. The packages are not imported.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:
-    """Return the configuration folders of all installed packages that add methods or kinds of task, by package name.
+    """Return a dict from the names of all packages that add methods or kinds of task to their configuration folders.
 
     Raises:
-        UserError: a package cannot be found, a method has no YAML file, or the YAML file does not name the method.
+        UserError: If a package cannot be found, a method has no YAML file, or the YAML file does not name the method.
     """
     folders: dict[str, list[Path]] = {}
     for entry in (*sorted(entry_points(group=GROUP)), *sorted(entry_points(group=KINDS_GROUP))):
@@ -57,7 +58,7 @@ def method_files(folders: Mapping[str, list[Path]]) -> Iterator[tuple[str, str, 
 
 
 def option_settings(file: Path) -> dict[str, Any]:
-    """Return the settings in an option's YAML file, merged with those of the base options in its ``defaults``."""
+    """Return the settings in the YAML file of an option, merged with the settings of base options (``defaults``)."""
     own = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     bases = [file.with_name(f"{base}.yaml") for base in own.pop("defaults", ())]
     return {key: value for base in bases if base.is_file() for key, value in option_settings(base).items()} | own
@@ -66,7 +67,7 @@ def option_settings(file: Path) -> dict[str, Any]:
 def method_of(file: Path) -> str | None:
     """Return NAME from the line ``# @package method.NAME`` of a YAML file, or None if there is no such line.
 
-    Variants of a method share the name.
+    All variants of a method have the same name in this line.
     """
     found = re.search(r"^# @package method\.(\w+)\s*$", file.read_text(encoding="utf-8"), re.MULTILINE)
     return found[1] if found else None
@@ -84,7 +85,7 @@ def _configuration_folder(entry: EntryPoint, package: str) -> Path:
             raise UserError(f"Package {package}: {file} must begin with the line '# @package method.{entry.name}'.")
         return folder
     raise UserError(
-        f"Package {package}: its method {entry.name} has no settings file. The package must ship"
+        f"Package {package}: the method {entry.name} has no settings file. The package must contain the file"
         f" {top}/conf/method/{entry.name}.yaml."
     )
 
@@ -95,7 +96,7 @@ def _places(entry: EntryPoint, package: str) -> list[str]:
     if spec is None or spec.submodule_search_locations is None:
         what = "method" if entry.group == GROUP else "kind of task"
         raise UserError(
-            f"Package {package}: its {what} {entry.name} ({entry.value}) is not in an importable package."
-            " Fix or uninstall the package."
+            f"Package {package}: the {what} {entry.name} ({entry.value}) is not in a package that can be imported."
+            " Fix or uninstall this package."
         )
     return list(spec.submodule_search_locations)

@@ -1,4 +1,4 @@
-"""Parse JSON and YAML from untrusted files. Every error in a file raises `ValueError`."""
+"""Parsers for JSON and YAML from untrusted files. Every error in a file is raised as a `ValueError`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import yaml
 
 from efficient_ft.core.errors import first_line
 
-#: Maximum number of values of a YAML text after aliases are expanded. A text of 300 bytes can expand to billions of
-#: values.
+#: Maximum number of values in a YAML text after aliases are expanded. Without a limit, a text of 300 bytes can expand
+#: to billions of values.
 MOST_VALUES = 1_000_000
 _TOO_DEEP = "it is nested too deeply"
 
@@ -24,7 +24,7 @@ def parse_json(
     """Parse JSON. `parse_constant` and `parse_float` are passed to `json.loads`.
 
     Raises:
-        ValueError: the text is not valid JSON or UTF-8, or is nested too deeply.
+        ValueError: If the text is not valid JSON or UTF-8, or is nested too deeply.
     """
     try:
         return json.loads(text, parse_constant=parse_constant, parse_float=parse_float)
@@ -35,11 +35,11 @@ def parse_json(
 def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
     """Parse a YAML text with a safe loader.
 
-    The text must not contain several documents or tags that refer to code. An empty text returns None.
+    The text must contain at most one document and no tags that refer to code. None is returned for an empty text.
 
     Raises:
-        ValueError: the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or has
-            more than `MOST_VALUES` values after aliases are expanded.
+        ValueError: If the text is not valid YAML, has an invalid value, is nested too deeply, is self-referential, or
+            has more than `MOST_VALUES` values after aliases are expanded.
     """
     try:
         reader = loader(text)
@@ -48,7 +48,7 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
             if node is None:
                 return None
             if _values(node, {}) > MOST_VALUES:
-                raise ValueError(f"its references expand to more than {MOST_VALUES:,} values")
+                raise ValueError(f"the aliases in the text expand to more than {MOST_VALUES:,} values")
             return reader.construct_document(node)
         finally:
             reader.dispose()
@@ -61,9 +61,9 @@ def parse_yaml(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> An
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Count the values of a node after aliases are expanded.
+    """Return the number of values in a node after aliases are expanded.
 
-    `known` maps the id of a node to its count, or to 0 while the node is being counted.
+    `known` maps the id of each node to the number of its values, or to 0 while the values are being counted.
     """
     found = known.get(id(node))
     if found == 0:

@@ -1,8 +1,8 @@
-"""Resident memory of this process: its current size, and its peak while code runs.
+"""Measurement of the resident memory of this process: the current size, and the peak while code runs.
 
-Linux has an exact high-water mark per process (``VmHWM``), which the process can reset by writing 5 to
+Linux records an exact high-water mark for each process (``VmHWM``). A process can reset its mark by writing 5 to
 ``/proc/self/clear_refs``. If the mark cannot be reset (macOS, Windows, some containers), a thread samples the size with
-psutil. The result names the method of measurement.
+psutil. `HighWaterMark.source` states which of the two methods was used.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _INTERVAL = 0.005
 
 
 def resident_bytes() -> int:
-    """Return the resident memory of this process, including shared libraries."""
+    """Return the resident memory of this process in bytes, including shared libraries."""
     return psutil.Process().memory_info().rss
 
 
-#: Highest value of the high-water mark before its last reset.
+#: Highest value of the high-water mark before the last reset.
 _earlier_peak = 0
 
 
 def lifetime_peak_bytes() -> int:
-    """Return the highest resident memory of this process since it started (``VmHWM``).
+    """Return the peak resident memory of this process since its start, in bytes (``VmHWM``).
 
     The result includes peaks that occurred before `HighWaterMark` reset the system's mark.
     """
@@ -42,25 +42,25 @@ def lifetime_peak_bytes() -> int:
 
 
 def memory_limit_bytes(root: Path = Path("/")) -> int:
-    """Return the memory limit of this process in bytes: the machine's memory, or a lower limit of its control groups.
+    """Return the memory limit of this process in bytes: the memory of the machine, or a lower limit of a control group.
 
-    On Linux, the limits of the process's control group and of all its parents apply (cgroup v2 ``memory.max``, v1
-    ``memory.limit_in_bytes``). `root` is the root of the file system, which tests replace.
+    On Linux, the limits of the control group of this process and of all parent groups apply (``memory.max`` in cgroup
+    v2, ``memory.limit_in_bytes`` in cgroup v1). `root` is the root of the file system. Tests pass a different folder.
     """
     return min([psutil.virtual_memory().total, *_cgroup_limits(root)])
 
 
 def room_bytes() -> int:
-    """Return the size to which this process can grow, in bytes: its current size plus the free memory.
+    """Return the size to which this process can grow, in bytes: the current size plus the available memory.
 
-    The result does not exceed the limits of `memory_limit_bytes` and `process_limit_bytes`.
+    The result does not exceed the values of `memory_limit_bytes` and `process_limit_bytes`.
     """
     free = resident_bytes() + psutil.virtual_memory().available
     return min(memory_limit_bytes(), free, process_limit_bytes() or free)
 
 
 def process_limit_bytes() -> int | None:
-    """Return the maximum size that ``ulimit -v`` and ``-d`` allow for this process, or None if there is no limit."""
+    """Return the maximum size of this process under ``ulimit -v`` and ``-d`` in bytes, or None if there is no limit."""
     if sys.platform == "win32":
         return None
     import resource
@@ -74,7 +74,7 @@ def process_limit_bytes() -> int | None:
 
 
 def _cgroup_limits(root: Path) -> Iterator[int]:
-    """Yield the limits of this process's control groups, in bytes."""
+    """Yield the memory limits of the control groups of this process, in bytes."""
     try:
         lines = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -87,27 +87,27 @@ def _cgroup_limits(root: Path) -> Iterator[int]:
         top = mounted / "memory" if controllers else mounted
         own = (top / path.lstrip("/")).resolve()
         name = "memory.limit_in_bytes" if controllers else "memory.max"
-        # In a container, `path` may be the path on the host. In this case, the mounted root is the container's group.
+        # In a container, `path` may be the path on the host. Then, the mounted root is the container's group.
         groups = [own, *own.parents] if own.is_dir() and own.is_relative_to(top.resolve()) else [top]
         for group in groups:
             with suppress(OSError, ValueError):
-                yield int((group / name).read_text())  # without a limit, the value is not a number ("max" in v2)
+                yield int((group / name).read_text())  # "max" (v2) means that there is no limit
             if group == top.resolve():
                 break
 
 
 class HighWaterMark:
-    """Measure the highest resident memory of this process between `start` and `stop`, or in a ``with`` block.
+    """Measurement of the peak resident memory of this process between `start` and `stop`, or in a ``with`` block.
 
-    The system has one mark per process, so only one object can measure at a time.
+    The system records one high-water mark per process, so only one instance can measure at a time.
 
     Attributes:
-        before_bytes: resident memory at the start.
-        peak_bytes: highest resident memory since the start, set at the end. Memory freed before the start is not
-            included.
-        source: `RESET` if the system's mark was read, `SAMPLED` if a thread sampled the size. Sampling can miss a peak
-            that is shorter than the sampling interval, unless the peak is the highest since the process started and the
-            system records it.
+        before_bytes: resident memory at the start, in bytes.
+        peak_bytes: peak of the resident memory since the start, in bytes. This attribute is set at the end. Memory
+            freed before the start is not included.
+        source: `RESET` if the mark of the system was read, or `SAMPLED` if a thread sampled the size. Sampling can miss
+            peaks that are shorter than the sampling interval. However, a peak that is the highest since the start of
+            the process is found if the system records a high-water mark.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class HighWaterMark:
 
     @property
     def growth_bytes(self) -> int:
-        """Growth of the resident memory: the peak minus the size at the start."""
+        """Growth of the resident memory in bytes: the peak minus the size at the start."""
         return self.peak_bytes - self.before_bytes
 
     def start(self) -> None:
@@ -129,7 +129,7 @@ class HighWaterMark:
 
     def stop(self) -> None:
         """End the measurement and set `peak_bytes`."""
-        # The kernel's counters can be off by a few pages, so the current size is used as another lower bound.
+        # The counters of the kernel can be wrong by a few pages, so the current size is an additional lower bound.
         peak = _system_mark() if self._sampler is None else self._sampler.stop()
         self.peak_bytes = max(peak or 0, resident_bytes(), self.before_bytes)
 
@@ -158,7 +158,7 @@ class _Sampler(threading.Thread):
             self._peak = max(self._peak, process.memory_info().rss)
 
     def stop(self) -> int:
-        """Stop sampling. Return the highest sampled size, or the process's lifetime peak if it rose during sampling."""
+        """Stop sampling and return the highest sampled size, or the lifetime peak if the lifetime peak increased."""
         self._ended.set()
         self.join()
         now = _system_mark()
@@ -168,7 +168,7 @@ class _Sampler(threading.Thread):
 
 
 def _reset_mark() -> bool:
-    """Reset the high-water mark to the current size. Return False if this is not possible."""
+    """Reset the high-water mark to the current size, and return True if the reset succeeded."""
     global _earlier_peak
     _earlier_peak = max(_earlier_peak, _system_mark() or 0)
     try:
@@ -181,13 +181,13 @@ def _reset_mark() -> bool:
 
 
 def _system_mark() -> int | None:
-    """Return the peak size of this process since its start or last reset, or None if the system does not record it."""
+    """Return the peak size of this process since its start or the last reset in bytes, or None if it is unknown."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     if sys.platform == "darwin":
         import resource
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS reports bytes
     with suppress(OSError):
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
             if line.startswith("VmHWM:"):
@@ -210,16 +210,16 @@ def release_freed_memory() -> None:
             use(getattr(program, name))
 
 
-#: Number of mimalloc's option `mi_option_purge_delay`, and a delay of one minute in milliseconds.
+#: Number of the mimalloc option `mi_option_purge_delay`, and a delay of one minute in milliseconds.
 _PURGE_DELAY, _RARELY = 15, 60_000
 
 
 @contextmanager
 def return_freed_memory_on_request() -> Iterator[None]:
-    """Let `release_freed_memory` return memory that is freed inside a ``with`` block, for every supported allocator.
+    """Make `release_freed_memory` return memory that is freed inside a ``with`` block, for every supported allocator.
 
-    This package configures mimalloc to keep freed memory permanently. Inside the block, mimalloc keeps freed memory for
-    one minute, or until `release_freed_memory` is called.
+    Outside the block, this package configures mimalloc to keep freed memory permanently. Inside the block, mimalloc
+    keeps freed memory for one minute or until `release_freed_memory` is called.
     """
     program = None if sys.platform == "win32" else ctypes.CDLL(None)
     if program is None or not hasattr(program, "mi_option_set"):

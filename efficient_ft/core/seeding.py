@@ -1,5 +1,5 @@
-"""Counter-based seeds. Random choices depend only on the seed and the step, so resumed runs and all ranks make the same
-choices.
+"""Counter-based seeds. Random choices depend only on the seed and the step. Therefore, resumed runs and all ranks make
+the same choices.
 """
 
 from __future__ import annotations
@@ -8,10 +8,10 @@ import torch
 
 
 def seed_of(*counters: int) -> int:
-    """Hash counters (seed, rank, batch, ...) to a 64-bit seed.
+    """Return a 64-bit seed that is computed from counters (seed, rank, batch, ...).
 
-    The hash is splitmix64 (Steele, Lea, Flood, OOPSLA 2014), chained over the counters. The seeds of neighboring
-    counters are therefore independent.
+    The hash function splitmix64 (Steele, Lea, Flood, OOPSLA 2014) is applied to each counter in turn. Therefore, the
+    seeds of neighboring counters are independent.
     """
     state = 0
     for counter in counters:
@@ -25,8 +25,8 @@ def seed_of(*counters: int) -> int:
 def seed_step(seed: int, device: torch.device) -> None:
     """Seed the generators of the CPU and of `device`.
 
-    This is faster than `torch.manual_seed`, which takes half a millisecond because it queues a seed with a stack trace
-    for each type of accelerator.
+    This function is faster than `torch.manual_seed`, which takes half a millisecond because it queues a seed and a
+    stack trace for each type of accelerator.
     """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Table formats: text for a terminal, Markdown, CSV, JSON and LaTeX."""
+"""Table output as text for a terminal, Markdown, CSV, JSON or LaTeX."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from efficient_ft.core.errors import SettingError
 
 Cell = str | int | float | None
 
-#: Formats of a table, and the formats that programs read.
+#: Formats of a table, and the subset of these formats that programs read.
 FORMS = ("text", "markdown", "csv", "json", "latex")
 DATA = ("csv", "json")
 
 
 @dataclass(frozen=True)
 class Column:
-    """Display options of a column in tables for people.
+    """Display options of a column in text, Markdown and LaTeX tables.
 
-    CSV and JSON files contain the name and the raw values of the column instead.
+    CSV and JSON tables contain the name and the raw values of the column instead.
 
     Attributes:
         rank: if the table does not fit the terminal, columns with the highest rank are omitted first. Columns with rank
@@ -51,15 +51,15 @@ def render(
 
     Args:
         header: names of the columns.
-        rows: cells of each row. None is an empty cell. Numbers remain numbers in CSV and JSON.
-        form: one of `FORMS`.
-        left: number of leading columns that contain words.
-        columns: display options by column name, in display order. Columns without options follow.
-        chosen: columns to show in addition to the first one: names, titles, or parts of names or titles. ``["all"]``
-            shows all columns. If empty, files contain all columns, and a terminal shows the non-empty columns that fit.
+        rows: cells of each row. None represents an empty cell. Numbers remain numbers in CSV and JSON.
+        form: format of the table, one of `FORMS`.
+        left: number of leading columns that contain text.
+        columns: dict from column names to display options, in display order. Columns without options are shown last.
+        chosen: names or titles (or parts of them) of the columns to show in addition to the first column. ``["all"]``
+            shows all. If empty, a terminal shows the non-empty columns that fit, and other formats contain all columns.
 
     Raises:
-        SettingError: a word in `chosen` does not occur in any name or title.
+        SettingError: If an item of `chosen` does not occur in any name or title.
     """
     if form == "text":
         lines = Lines(header, rows, left, columns, chosen)
@@ -79,8 +79,8 @@ class Lines:
     """Table for the terminal whose rows can be printed one at a time.
 
     Args:
-        rows: rows that determine the column widths: all rows, or sample rows of the same width.
-        header, left, columns, chosen: see `render`, which raises the same error.
+        rows: rows that determine the column widths. Pass all rows, or sample rows of the same width.
+        header, left, columns, chosen: see `render`. An invalid value of `chosen` raises the same error.
 
     Attributes:
         fit: True if the columns fit the terminal. Otherwise, use `panels`.
@@ -115,7 +115,7 @@ class Lines:
         return self._layout.head()
 
     def row(self, row: Sequence[Cell]) -> str:
-        """Return the lines of a row. `row` contains the cells of all columns, including omitted columns."""
+        """Return a row as one or more lines. `row` must contain the cells of all columns, including omitted columns."""
         return self._layout.row(self._cells(row))
 
     def foot(self) -> list[str]:
@@ -123,7 +123,7 @@ class Lines:
         return [_not_shown(self._hidden)] if self._hidden else []
 
     def panels(self) -> str:
-        """Return the table, divided into several tables if it is too wide."""
+        """Return the table as text. A table that is too wide is divided into several tables."""
         return text.table(self._table, left=self._left)
 
     def _cells(self, row: Sequence[Cell]) -> list[str]:
@@ -165,7 +165,7 @@ def _not_shown(names: Sequence[str]) -> str:
 
 
 def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
-    """Return the first column and the columns that match the words of a command line, in the order of the words."""
+    """Return the first column and the columns that match the words in `chosen`, in the order of the words."""
     found = [next(iter(titles))]
     for word in map(str.lower, chosen):
         same = [name for name, title in titles.items() if word in (name.lower(), title.lower())]
@@ -177,7 +177,7 @@ def _chosen(titles: Mapping[str, str], chosen: Sequence[str]) -> list[str]:
 
 
 def _person(cell: Cell, column: Column) -> str:
-    """Format a cell of a table for people."""
+    """Format a cell of a text, Markdown or LaTeX table."""
     if cell is None:
         return ""
     if column.show is not None and not isinstance(cell, str):
@@ -213,7 +213,7 @@ def _latex(header: Sequence[str], rows: Sequence[Sequence[str]], words: Sequence
     return "\n".join([*body, r"\end{tabular}"])
 
 
-#: LaTeX code for special characters, and for characters that the default fonts lack.
+#: LaTeX code for special characters and for characters that the default fonts do not contain.
 _LATEX = {
     "\\": r"\textbackslash{}",
     "–": "--",

@@ -1,4 +1,4 @@
-"""Handle termination signals: install handlers, record received signals, and ignore the signals in workers."""
+"""Functions that install handlers for termination signals, record received signals, and ignore signals in workers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from efficient_ft.core.errors import TerminatedRun
 
-#: Termination signals from schedulers, service managers and closed terminals, in addition to Ctrl-C (SIGINT).
+#: Termination signals other than SIGINT (Ctrl-C). Schedulers, service managers and closed terminals send these signals.
 TERMINATING: tuple[int, ...] = tuple(
     int(number)
     for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGXCPU")
-    if (number := getattr(signal, name, None)) is not None  # Windows has only SIGTERM
+    if (number := getattr(signal, name, None)) is not None  # Windows supports only SIGTERM
 )
 #: All termination signals, including Ctrl-C.
 STOPPING = (int(signal.SIGINT), *TERMINATING)
@@ -23,7 +23,7 @@ asked: list[int] = []
 
 
 def answer(handler: Callable[[int, Any], None]) -> dict[int, Any]:
-    """Install `handler` for all termination signals, and return the previous handlers by signal.
+    """Install `handler` for all termination signals, and return a dict from signals to their previous handlers.
 
     If SIGHUP is already ignored (as with ``nohup``), it remains ignored.
     """
@@ -40,10 +40,10 @@ def ending(number: int) -> KeyboardInterrupt | TerminatedRun:
 
 
 def leave_to_parent(_: int = 0) -> None:
-    """Ignore termination signals in a worker process. Its parent finishes a step and then ends the worker.
+    """Ignore termination signals in a worker process. The parent process finishes a step and then ends the worker.
 
-    A signal often reaches a whole process group (a terminal, ``timeout``) or all processes of a job (systemd, Slurm).
-    SIGTERM from the parent still ends a worker.
+    Terminals and ``timeout`` often send a signal to a whole process group. Service managers and schedulers (systemd,
+    Slurm) often send a signal to all processes of a job. A SIGTERM from the parent process still ends a worker.
     """
     for number in STOPPING:
         if number != signal.SIGTERM:

@@ -1,4 +1,4 @@
-"""Print wrapped text to a terminal or pipe, above progress bars and with colored warnings."""
+"""Functions that print wrapped text to a terminal or pipe, above progress bars and with colored warnings."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, TextIO
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 
-#: Maximum width of prose in columns, for readability.
+#: Maximum line width of printed text in terminal columns, for readability.
 _WIDEST_PROSE = 120
-#: Placeholder for spaces in a path while its line is wrapped.
+#: Placeholder for the spaces of a path while a line is wrapped.
 _SPACE = "\ue000"
-#: Pattern of a quoted setting in a message. It is not broken, so that users can paste it into a shell.
+#: Pattern of a quoted setting in a message. Settings are not broken, so that users can paste them into a shell.
 _SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 
@@ -31,7 +31,7 @@ def colored(stream: TextIO) -> bool:
 def shown_path(path: str | os.PathLike[str]) -> str:
     """Format a path for a message.
 
-    A path below the current folder becomes relative. Lines are not broken inside the path.
+    A path inside the current folder is made relative. `show` does not break lines inside the path.
     """
     whole = Path(path)
     with suppress(OSError, ValueError):  # the path is outside the current folder, or the folder was removed
@@ -45,7 +45,7 @@ def unbroken(text: str) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """Wrap long lines of `text`, and indent the continuation lines. Words and paths are not broken."""
+    """Wrap long lines of `text`, and indent continuation lines. Lines are not broken inside words and paths."""
     lines = []
     text = _SETTING.sub(lambda found: unbroken(found[0]), text)
     for line in text.split("\n"):
@@ -57,10 +57,10 @@ def wrapped(text: str, width: int) -> str:
 def show(text: str, stream: TextIO | None = None) -> None:
     """Print wrapped text above the progress bars, by default to the standard output.
 
-    A leading ``warning:`` is yellow on a terminal. Control characters are printed as escapes.
+    A leading ``warning:`` is yellow on a terminal. Control characters are printed as escape sequences.
 
     Raises:
-        UserError: the stream cannot be written.
+        UserError: If the stream cannot be written.
     """
     stream = stream or sys.stdout
     lines = wrapped(plain_text(text), min(terminal_width(stream, least=1), _WIDEST_PROSE))
@@ -77,15 +77,15 @@ def show(text: str, stream: TextIO | None = None) -> None:
 
 
 def unwritable(error: OSError) -> UserError:
-    """Return the error for a standard output that cannot be written."""
+    """Return the error to raise if the standard output cannot be written."""
     reason = (error.strerror or str(error)).lower()
-    return UserError(f"The standard output cannot be written: {reason}. Redirect it to another place.")
+    return UserError(f"The standard output cannot be written: {reason}. Redirect the output to another file or device.")
 
 
 class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Handler that prints log records with `show`: INFO and above from this package, WARNING and above from others.
+    """Handler that prints log records of this package (INFO and above) and of other packages (WARNING and above).
 
-    The log file of a run (train.log) contains all records, including this package's DEBUG records.
+    The log file of a run (train.log) also contains the DEBUG records of this package.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -105,10 +105,10 @@ class ConsoleHandler(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def start_console(verbose: bool, first: bool = True) -> None:
-    """Set up the console output of one of the package's programs.
+    """Set up the console output of a program of this package.
 
-    If `verbose` is True, details are also printed. If `first` is False (in additional processes of the same run), only
-    errors are printed.
+    If `verbose` is True, details are also printed. If `first` is False (for additional processes of a run), only errors
+    are printed.
     """
     level = (logging.DEBUG if verbose else logging.INFO) if first else logging.ERROR
     for handler in logging.getLogger().handlers:

@@ -1,4 +1,4 @@
-"""Text for terminals: tables, wrapped lines, and text from untrusted sources."""
+"""Functions that format text for terminals: tables, wrapped lines, and text from untrusted sources."""
 
 from __future__ import annotations
 
@@ -14,71 +14,70 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def plain_text(text: str) -> str:
-    r"""Replace control characters of `text` by escapes such as ``\x1b``, except line feeds and tabs."""
+    r"""Replace the control characters of `text`, except line feeds and tabs, with escape sequences such as ``\x1b``."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def plain_line(text: str) -> str:
-    """Escape the control characters of `text`, including line feeds and tabs, to obtain a single line."""
+    """Return `text` as a single line, with all control characters escaped, including line feeds and tabs."""
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: First characters of cells that spreadsheets evaluate as formulas, and the pattern of numbers, which are not formulas
-#: even if they begin with one of these characters.
+#: Pattern of the first characters of cells that spreadsheets evaluate as formulas, and pattern of numbers. Numbers are
+#: not formulas even if they begin with one of these characters.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
-#: Markdown characters for escapes, table cells, links and code.
+#: Characters that Markdown uses for escapes, table cells, links and code.
 _MARKUP = re.compile(r"[\\|\[\]`]")
 
 
 def csv_cell(text: str) -> str:
     """Format `text` for a cell of a CSV file, so that spreadsheets do not evaluate it as a formula.
 
-    An apostrophe is prepended to text that begins like a formula, but not to numbers. Control characters become
-    escapes.
+    An apostrophe is prepended to text that begins like a formula, but not to numbers. Control characters are escaped.
     """
     plain = plain_text(text)
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
 
 
 def json_plain(text: str) -> str:
-    """Replace control characters in JSON by JSON escapes, so that a terminal does not interpret them."""
+    """Escape control characters in JSON text, so that a terminal does not interpret the control characters."""
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def markdown_text(text: str) -> str:
-    """Escape `text` as a single line of Markdown without links, code or HTML."""
+    """Return `text` as a single line of Markdown in which characters for links, code and HTML are escaped."""
     plain = _MARKUP.sub(lambda found: f"\\{found[0]}", plain_line(text))
     return plain.replace("&", "&amp;").replace("<", "&lt;")
 
 
-#: Line width if the output is not a terminal.
+#: Line width that is used if the output is not a terminal.
 WITHOUT_TERMINAL = 100
 
 
 def printable(path: str | os.PathLike[str]) -> str:
-    """Return a printable path. Bytes that are not UTF-8 (as in old archives) become replacement characters."""
+    """Return a printable path. Bytes that are not valid UTF-8 are replaced with replacement characters."""
     return os.fspath(path).encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def terminal_width(stream: TextIO | None = None, least: int = 80) -> int:
-    """Return the line width: ``COLUMNS`` if it is set, otherwise the width of the terminal, or 100 without a terminal.
+    """Return the value of ``COLUMNS`` if it is set, otherwise the width of the terminal, or 100 without a terminal.
 
-    The width is at least `least`, because tables cannot be narrower. `stream` is the standard output by default.
+    The width is at least `least`, because tables cannot be narrower. By default, `stream` is the standard output.
     """
     given = os.environ.get("COLUMNS", "")
     if given.isdigit() and int(given):
         return max(least, int(given))
     try:
         return max(least, os.get_terminal_size((stream or sys.stdout).fileno()).columns or WITHOUT_TERMINAL)
-    except (OSError, ValueError, AttributeError):  # a pipe, a file, or a stream without a descriptor
+    except (OSError, ValueError, AttributeError):  # the stream is a pipe or file, or has no descriptor
         return WITHOUT_TERMINAL
 
 
 def display_width(text: str) -> int:
     """Return the width of `text` in terminal columns.
 
-    A wide character takes two columns, and a combining or invisible character takes none.
+    Wide characters occupy two columns. Combining and invisible characters occupy no column.
     """
     if text.isascii():
         return len(text)
@@ -123,7 +122,7 @@ def wrapped(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def filled(text: str, width: int, indent: str = "") -> list[str]:
-    """Wrap a line to `width` terminal columns, and preserve its leading spaces. Words and paths are never broken.
+    """Wrap a line to `width` terminal columns, and preserve leading spaces. The line is broken only at spaces.
 
     Continuation lines begin with `indent`.
     """
@@ -140,21 +139,21 @@ def filled(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def paragraph(text: str, indent: str = "") -> str:
-    """Wrap a sentence to the width of the terminal, see `filled`."""
+    """Wrap a sentence to the width of the terminal (see `filled`)."""
     return "\n".join(filled(text, terminal_width(), indent))
 
 
-#: Possible line breaks: between words, and in long words.
+#: Patterns of possible line breaks, between words and inside long words.
 _SPACES = re.compile(r"(?<=\s)(?=\S)")
 _SEPARATORS = re.compile(r"(?<=[+,/;])|(?<=\.)(?=[a-z])")
-#: Minimum width of a column of words, in terminal columns.
+#: Minimum width of a text column, in terminal columns.
 _NARROW = 24
 #: Separator between columns.
 _GAP = "  "
 
 
 def _head(text: str, width: int) -> str:
-    """Return the longest prefix of `text` that fits `width` terminal columns, but at least one character."""
+    """Return the longest prefix of `text` that fits into `width` terminal columns (at least one character)."""
     end = next((i for i in range(1, len(text)) if display_width(text[: i + 1]) > width), len(text))
     return text[:end]
 
@@ -167,16 +166,16 @@ def table(
     whole: Sequence[int] = (),
     width: int | None = None,
 ) -> str:
-    """Format a table with aligned columns whose lines fit the terminal.
+    """Format a table with aligned columns so that its lines fit the terminal.
 
-    A column is as wide as its widest cell. If the table is too wide, headers and columns of words are wrapped. If it is
-    still too wide, it is divided into several tables that share the first column.
+    A column is as wide as its widest cell. If the table is too wide, headers and text columns are wrapped. If the table
+    is still too wide, it is divided into several tables, each of which begins with the first column.
 
     Args:
-        rows: header and rows. Missing cells are empty.
-        left: indices of the word columns, which are aligned to the left. Other columns are aligned to the right.
+        rows: header row and body rows. Missing cells are empty.
+        left: indices of the text columns, which are aligned to the left. Other columns are aligned to the right.
         rule: character of the line below the header. If empty, there is no line.
-        whole: indices of columns that are never wrapped, such as paths.
+        whole: indices of the columns that are never wrapped, for example columns of paths.
         width: maximum width of a line. If None, the width of the terminal is used.
     """
     limit = terminal_width() if width is None else width
@@ -207,7 +206,7 @@ class Layout:
     """Layout of a table whose rows are printed one at a time.
 
     Args:
-        rows: header, and the rows that determine the column widths: all rows, or sample rows of the same width.
+        rows: header row and the rows that determine the column widths (all rows, or sample rows of the same width).
         left, rule, whole, width: see `table`.
     """
 
@@ -225,20 +224,20 @@ class Layout:
         self._sizes = least_widths(rows, left=left, whole=whole)
         room = self._limit - len(_GAP) * (len(self._sizes) - 1)
         columns = list(zip(*rows, strict=True))
-        # First widen columns until their cells fit on one line, then until their headers also fit.
+        # Columns are widened until their cells fit on one line, and then until their headers also fit.
         for part in (slice(1, None), slice(0, None)):
             wanted = [max(map(display_width, column[part]), default=0) for column in columns]
             for i in sorted(range(len(wanted)), key=lambda i: wanted[i] - self._sizes[i]):
                 self._sizes[i] += max(0, min(wanted[i] - self._sizes[i], room - sum(self._sizes)))
 
     def head(self) -> str:
-        """Return the header, aligned at the bottom, and the line below it."""
+        """Return the header, aligned at the bottom, and the line below the header."""
         total = sum(self._sizes) + len(_GAP) * (len(self._sizes) - 1)
         lines = self._lines(self._header, top=False)
         return "\n".join([*lines, *([self._rule * min(total, self._limit)] if self._rule else [])])
 
     def row(self, cells: Sequence[str]) -> str:
-        """Return the lines of a row."""
+        """Return a row as one or more lines."""
         return "\n".join(self._lines(cells, top=True))
 
     def _lines(self, row: Sequence[str], top: bool) -> list[str]:

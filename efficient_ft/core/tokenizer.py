@@ -1,4 +1,4 @@
-"""Tokenizer that converts texts, or pairs of texts, to token ids."""
+"""Tokenizer that converts texts or pairs of texts to token ids."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from efficient_ft.core.errors import UserError, first_line
 if TYPE_CHECKING:
     import tokenizers
 
-#: Sequences are padded to a multiple of this length, so that batches have few different lengths.
+#: Sequences are padded to a multiple of this length, so that only a few different sequence lengths occur.
 MULTIPLE = 8
-#: A character that most vocabularies do not contain. A tokenizer without an unknown token cannot encode it.
+#: A character that most vocabularies do not contain. A tokenizer without an unknown token cannot encode this character.
 _RARE = "\u16d4"
 
 
 class Tokenizer:
-    """Convert texts to the inputs of a network, with truncation and padding.
+    """Tokenizer that converts texts to the inputs of a network, with truncation and padding.
 
     Args:
         tokenizer: tokenizer from the `tokenizers` library.
         inputs: names of the inputs of the network: ``input_ids``, ``attention_mask``, and optionally
             ``token_type_ids``.
-        pad: id and text of the padding token.
+        pad: id and string of the padding token.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, inputs: Sequence[str], pad: tuple[int, str]) -> None:
@@ -48,17 +48,17 @@ class Tokenizer:
         return self._tokenizer.get_vocab_size()
 
     def measure(self, texts: Sequence[Sequence[str]]) -> tuple[list[int], list[int]]:
-        """Return the number of tokens (with special tokens) and the number of unknown tokens of each text or pair."""
+        """Return the number of tokens (with special tokens) and the number of unknown tokens for each text or pair."""
         unknown = self._unknown()
         found = [encoding.ids for encoding in self._encode(texts)]
         return [len(ids) for ids in found], [ids.count(unknown) for ids in found]
 
     def special(self, texts: int) -> int:
-        """Return the number of special tokens that are added to one text or to a pair (`texts` = 1 or 2)."""
+        """Return the number of special tokens that are added to one text (``texts=1``) or to a pair (``texts=2``)."""
         return self._tokenizer.num_special_tokens_to_add(texts > 1)
 
     def _unknown(self) -> int | None:
-        """Return the id of the unknown token, or None if the vocabulary has none."""
+        """Return the id of the unknown token, or None if the vocabulary has no unknown token."""
         model = json.loads(self._tokenizer.to_str())["model"]
         if model.get("unk_id") is not None:  # Unigram
             return int(model["unk_id"])
@@ -67,7 +67,7 @@ class Tokenizer:
     def batch(self, texts: Sequence[Sequence[str]], max_length: int) -> dict[str, Tensor]:
         """Encode texts or pairs as int64 tensors (B, L), one for each name in `inputs`. L is at most `max_length`.
 
-        If a pair is too long, the longer text is truncated first.
+        If a pair is too long, the longer of the two texts is truncated first.
         """
         self._tokenizer.enable_truncation(max_length, strategy="longest_first")
         try:
@@ -82,7 +82,7 @@ class Tokenizer:
         return {name: torch.tensor([getattr(encoding, parts[name]) for encoding in found]) for name in self.inputs}
 
     def decode(self, ids: Tensor) -> list[str]:
-        """Convert token ids (B, L) to texts with special tokens and without padding, as the network receives them."""
+        """Convert token ids (B, L) to texts, with special tokens and without padding tokens."""
         kept = [[int(token) for token in row if int(token) != self.pad[0]] for row in ids]
         return [self._tokenizer.decode(row, skip_special_tokens=False) for row in kept]
 
@@ -90,14 +90,14 @@ class Tokenizer:
         items = [tuple(text) if len(text) > 1 else text[0] for text in texts]
         try:
             return self._tokenizer.encode_batch(items)  # type: ignore[arg-type]
-        except Exception as error:  # the library raises Exception itself, not a subclass
+        except Exception as error:  # the library raises Exception instead of a subclass
             raise UserError(
-                f"The tokenizer cannot encode a text ({first_line(error)}). Its files are damaged, or they belong to"
-                " different networks. Use the files that were published with the weights."
+                f"The tokenizer cannot encode a text ({first_line(error)}). The files of the tokenizer are damaged or"
+                " belong to different networks. Use the files that were published with the weights."
             ) from error
 
     def dumps(self) -> str:
-        """Serialize the tokenizer to a string that `loads` reads."""
+        """Serialize the tokenizer to a string that `loads` can read."""
         return json.dumps({"tokenizer": self._tokenizer.to_str(), "inputs": self.inputs, "pad": self.pad})
 
     @staticmethod
@@ -111,17 +111,17 @@ class Tokenizer:
 
 
 def checked_tokenizer(source: Path, make: Callable[[], Tokenizer]) -> Tokenizer:
-    """Create a tokenizer with `make`, and check that it can encode an unknown character.
+    """Create a tokenizer with `make`, and check that the tokenizer can encode an unknown character.
 
     Raises:
-        UserError: the tokenizer cannot be created, or cannot encode the character. The message names `source`, the file
-            or folder of the tokenizer.
+        UserError: If the tokenizer cannot be created or cannot encode the character. The message names `source`, which
+            is the file or folder of the tokenizer.
     """
     try:
         tokenizer = make()
     except UserError:
         raise
-    except Exception as error:  # the library raises Exception itself, not a subclass
+    except Exception as error:  # the library raises Exception instead of a subclass
         raise UserError(f"{source}: the tokenizer cannot be read ({first_line(error)}).") from error
     try:
         tokenizer.measure([(_RARE,)])

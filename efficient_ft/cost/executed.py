@@ -1,23 +1,23 @@
 """Count the FLOPs that a training step executes and the bytes that it saves, without a device, data or weights.
 
 A step consists of the forward pass in training mode (with frozen BatchNorm statistics), the loss and the backward pass.
-It runs on fake tensors with the given batch size, on a copy of the model and its methods. The counts are:
+The step runs on a copy of the model and its methods, with fake tensors of the given batch size. The counts are:
 
-* **FLOPs** per image, separately for forward and backward. A multiply-add is 2 FLOPs. The formulas come from
-  torch.utils.flop_counter (`meter` corrects two of them); elementwise operations are not counted. The FLOPs of
+* **FLOPs** per image, separately for the forward and the backward pass. A multiply-add is 2 FLOPs. The formulas come
+  from torch.utils.flop_counter (`meter` corrects two of them). Elementwise operations are not counted. The FLOPs of
   attention are counted without fused kernels, because these kernels differ between devices and recompute the scores in
   the backward pass.
 * **Saved bytes** per image: size of the storages that autograd keeps for the backward pass after the forward pass and
   the loss. Each storage is counted once, with its full size. Parameters, buffers and their views are not counted.
-  Tensors that are computed from them (autocast copies of weights, cached constants) are counted, and so is the input
-  batch if it is saved. For this count, attention uses the same kernels as in the model.
+  Tensors that are computed from parameters or buffers (autocast copies of weights, cached constants) are counted. The
+  input batch is also counted if it is saved. Saved bytes are counted with the attention kernels that the model uses.
 * **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters, buffers, the
   batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the rounding of the
-  allocator and the workspaces of kernels. The optimizer's state is *not* included. An optimizer that steps inside
-  the backward pass also does so in this count: gradients are freed one by one, and the temporary tensors of the updates
-  are counted.
-* **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. It is counted only if an
-  optimizer is given.
+  allocator and the workspaces of kernels. The optimizer's state is *not* included. If an optimizer updates parameters
+      inside the backward pass, the counted step does the same: gradients are freed one by one, and the temporary
+      tensors of the updates are counted.
+* **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. The optimizer's state is
+  counted only if an optimizer is given.
 
 If steps differ, for example because layers are sampled in each step, FLOPs and saved bytes are means over
 ``cost_steps`` steps, and the peak is the maximum over these steps. The methods declare ``cost_steps``.
@@ -49,15 +49,15 @@ class Executed:
     """Executed FLOPs and saved bytes of one training step.
 
     Attributes:
-        forward_flops: FLOPs of the forward pass, per image.
-        backward_flops: FLOPs of the backward pass, per image, including recomputation.
-        saved_bytes: bytes saved for the backward pass, per image.
+        forward_flops: number of FLOPs of the forward pass, per image.
+        backward_flops: number of FLOPs of the backward pass, per image, including recomputation.
+        saved_bytes: number of bytes saved for the backward pass, per image.
         peak_bytes: peak size of all live tensors in the forward and backward pass of the batch, including the model.
         model_bytes: size of the parameters and buffers, which are included in `peak_bytes`.
         batch_bytes: size of the images and labels, which are included in `peak_bytes`.
         batch_size: number of images in the batch.
-        counted_on: ``"fake tensors"``, or, if the model does not support them, the reason and a description of the real
-            runs from which the counts were extrapolated to `batch_size`.
+        counted_on: ``"fake tensors"``. If the model does not support fake tensors, the text describes the real runs
+            from which the counts were extrapolated to `batch_size`, and states the reason.
         optimizer_bytes: size of the optimizer's state, or None if no optimizer was given.
         largest_bytes: size of the largest tensor that an operation creates for the batch.
     """
@@ -75,16 +75,16 @@ class Executed:
 
     @property
     def flops(self) -> float:
-        """Forward and backward FLOPs per image."""
+        """Number of FLOPs of the forward and backward pass, per image."""
         return self.forward_flops + self.backward_flops
 
     @property
     def step_peak_bytes(self) -> int:
-        """Peak size without the model and the batch, which exist before the step."""
+        """Peak size of all live tensors except the model and the batch, which exist before the step."""
         return self.peak_bytes - self.model_bytes - self.batch_bytes
 
     def as_dict(self) -> dict[str, float | int | str | None]:
-        """Return the attributes as a dict for JSON."""
+        """Return the attributes as a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -95,7 +95,8 @@ class Kept:
     Attributes:
         saved_bytes: size of the live storages that the forward pass created and that the saved-tensors hook saw.
         live_bytes: size of all live storages that the forward pass created, without the outputs.
-        hidden: live tensors that the hook did not see. Empty unless a method bypasses ``save_for_backward``.
+        hidden: live tensors that the hook did not see. `hidden` is empty unless a method bypasses
+            ``save_for_backward``.
     """
 
     saved_bytes: int
@@ -118,15 +119,15 @@ def executed(
         model: classifier that maps images (B, in_chans, H, W) to logits (B, classes), on any device.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images in pixels.
-        methods: methods of the run, which may already be applied to `model`, see `StepMethods`. If methods have
-            ``warmup_steps``, these steps run first, on a real copy with two random images, so that a step after the
-            warm-up is counted.
+        methods: methods of the run (see `StepMethods`). The methods may already be applied to `model`. If a method has
+            ``warmup_steps``, these steps run first, with two random images, on a copy that has real tensors. The
+            counted step follows these warm-up steps.
         build_optimizer: function that builds the run's optimizer for a model. If None, no optimizer is counted.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``: see `StepSpec`.
+        options: ``precision``, ``label_smoothing``, ``in_chans`` and ``frozen_bn`` (see `StepSpec`).
 
     Raises:
-        SettingError: a setting is out of range.
-        UserError: the model does not return logits.
+        SettingError: If a setting is out of range.
+        UserError: If the model does not return logits.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options), build_optimizer)
     with undisturbed():
@@ -145,13 +146,13 @@ def layer_flops(
     """Count the FLOPs per image and the calls of each module in one training step.
 
     Every linear and convolutional layer has an entry, which is zero if the layer is not reached. Other modules that run
-    matrix products (attention) also have an entry. FLOPs are attributed to the module whose weight is used, and
-    ``calls`` is the number of calls of its ``forward``. A layer whose weight is used by its parent (SwinV2's qkv) has
-    FLOPs but no calls. The sums over all modules equal the counts of `executed`. See `executed` for the arguments and
-    errors.
+    matrix products (attention) also have an entry. FLOPs are attributed to the module whose weight is used. ``calls``
+    is the number of times that the ``forward`` method of a module is called. A layer whose weight is used by its parent
+    (for example, SwinV2's qkv) has FLOPs but no calls. The sums over all modules equal the counts of `executed`. See
+    `executed` for the arguments and errors.
 
     Returns:
-        Counts by full module name.
+        A dict from the full names of modules to their counts.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
     with undisturbed():
@@ -160,7 +161,7 @@ def layer_flops(
             return probe.watch(batch_size, True, [(0, True)], layers=True)[0].layers
         except UserError:
             raise
-        except Exception:  # the model does not support fake tensors, see `count`
+        except Exception:  # the model does not support fake tensors (see `count`)
             return probe.watch(min(batch_size, FEW), False, [(0, True)], layers=True)[0].layers
 
 
@@ -178,13 +179,13 @@ def kept_after_forward(
     `live_bytes` is computed from the results of all operations, and `saved_bytes` from the tensors that the hook sees.
 
     Args:
-        fake: if True, count on fake tensors instead of real ones. See `executed` for the other arguments and the
+        fake: if True, count on fake tensors instead of real tensors. See `executed` for the other arguments and the
             errors.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
     with undisturbed():
         probe.warm_up()
-        # The second step is checked, because the first one fills the caches.
+        # The second step is checked, because the first step fills the caches.
         step = probe.watch(batch_size, fake, [(0, False), (1, False)], backward=False)[1]
     return Kept(
         saved_bytes=sum(nbytes for key, nbytes in step.saved.items() if key in step.created),
@@ -194,7 +195,7 @@ def kept_after_forward(
 
 
 def count(probe: Probe) -> Executed:
-    """Count the step of `probe` on fake tensors, or in real runs of a few images if the model does not support them."""
+    """Count the step of `probe` on fake tensors, or in small real runs if the model does not support fake tensors."""
     images = probe.spec.batch_size
     try:
         return count_batch(probe, images, fake=True)
@@ -209,7 +210,7 @@ def count(probe: Probe) -> Executed:
 
 
 def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
-    """Return the counts of one step, or their means over `cost_steps` steps. The peak is the maximum over the steps."""
+    """Return the counts of one step, averaged over `cost_steps` steps. The peak is the maximum over the steps."""
     steps = probe.methods.cost_steps
     watched = probe.watch(images, fake, [(step, unfused) for step in range(steps) for unfused in (True, False)])
     unfused, as_it_is = watched[::2], watched[1::2]
@@ -227,7 +228,7 @@ def count_batch(probe: Probe, images: int, fake: bool) -> Executed:
 
 
 def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Executed:
-    """Extrapolate linearly from two small batches.
+    """Extrapolate the counts of two small batches linearly to `images` images.
 
     The result is exact for FLOPs and saved bytes, and approximate for the peak.
     """
@@ -246,7 +247,7 @@ def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Exe
         model_bytes=few.model_bytes,
         batch_bytes=few.batch_bytes // FEW * images,
         batch_size=images,
-        counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} ({reason})",
+        counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} images ({reason})",
         optimizer_bytes=few.optimizer_bytes,
         largest_bytes=few.largest_bytes // FEW * images,
     )

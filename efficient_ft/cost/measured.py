@@ -23,14 +23,14 @@ from efficient_ft.cost.step import BuildOptimizer, StepOptions, StepSpec, Traini
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured cost of a step on this machine. Compare it only with other results of the same call.
+    """Measured cost of a step on this machine. Compare the cost only with other results of the same call.
 
     Attributes:
         step_seconds: median time of a step (forward, loss, backward, optimizer) in seconds.
-        peak_bytes: on CUDA, the largest number of bytes allocated in forward and backward
-            (torch.cuda.max_memory_allocated), including the model and the batch, but not the optimizer's state and
-            other tensors. On other devices, the executed peak, which counts the same tensors.
-        seconds: time of each timed step in seconds, in order.
+        peak_bytes: on CUDA, the maximum number of bytes allocated in the forward and backward passes
+            (torch.cuda.max_memory_allocated). The number includes the model and the batch, but not the optimizer's
+            state or other tensors. On other devices, `peak_bytes` is the executed peak, which counts the same tensors.
+        seconds: times of all timed steps in seconds, in the order of the steps.
     """
 
     step_seconds: float
@@ -38,7 +38,7 @@ class Measured:
     seconds: tuple[float, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes as a dict for JSON."""
+        """Return the attributes as a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -51,7 +51,7 @@ class Cost:
     note: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return both costs by name for JSON, and the note if it is not empty."""
+        """Return both costs, and the note if it is not empty, as a JSON-serializable dict."""
         measured = None if self.measured is None else self.measured.as_dict()
         note = {"note": self.note} if self.note else {}
         return {"executed": self.executed.as_dict(), "measured": measured, **note}
@@ -60,21 +60,21 @@ class Cost:
 def time_steps(
     recipes: Mapping[str, Callable[[], object]], steps: int, warmup: int = 1, max_seconds: float | None = None
 ) -> dict[str, list[float]]:
-    """Time calls alternately (A B A B ...), so that machine drift affects all recipes equally.
+    """Time the steps of several recipes alternately (A B A B ...), so that machine drift affects all recipes equally.
 
     Args:
-        recipes: functions that each run one step, by name. A CUDA or MPS device is synchronized before and after each
-            call.
+        recipes: a dict from the name of each recipe to a function that runs one step. A CUDA or MPS device is
+            synchronized before and after each call.
         steps: number of timed rounds.
-        warmup: number of rounds before the timed ones.
+        warmup: number of rounds before the timed rounds.
         max_seconds: time limit in seconds, after which no further round begins. At least one round is timed. If None,
             there is no limit.
 
     Returns:
-        The time of each timed call in seconds, by name.
+        A dict from the name of each recipe to the times of its timed steps in seconds.
 
     Raises:
-        SettingError: `steps` is less than 1.
+        SettingError: If `steps` is less than 1.
     """
     require_positive("steps", steps)
     wait: Callable[[], object] = lambda: None  # noqa: E731
@@ -113,16 +113,16 @@ def compare(
     room: Callable[[], int] | None = None,
     **options: Unpack[StepOptions],
 ) -> dict[str, Cost]:
-    """Count a training step of a run and of a baseline (usually full fine-tuning), and time both alternately.
+    """Count a training step of a run and of a baseline (usually full fine-tuning), and time both steps alternately.
 
-    Steps run on copies with random images. The run's model, methods and random states are not changed. If there is not
-    enough memory or time, the result contains counts and a note, but no times. There are 13 parameters, because both
-    the run and the baseline have a model, methods and an optimizer.
+    The steps run on copies of the models, with random images. The run's model, methods and random states are not
+    changed. If there is not enough memory or time, the result contains counts and a note, but no times.
 
     Args:
         model: model of the run.
-        methods: methods of the run, see `StepMethods`.
-        baseline: function that builds the baseline's model, whose weights do not matter. If None, there is no baseline.
+        methods: methods of the run (see `StepMethods`).
+        baseline: function that builds the model of the baseline. The weights of this model do not matter. If None,
+            there is no baseline.
         baseline_methods: methods of the baseline, usually a method that selects parameters. Without such a method, the
             parameters that require gradients are trained.
         batch_size: number of images in the batch.
@@ -134,13 +134,14 @@ def compare(
         baseline_optimizer: function that builds the baseline's optimizer. If None, `build_optimizer` is used.
         room: function that returns the number of bytes by which the process may grow on a CPU. If None, the free memory
             of the machine is used.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm``: see `StepSpec`.
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn`` and ``grad_clip_norm`` (see
+            `StepSpec`).
 
     Returns:
-        ``{"method": Cost, "baseline": Cost}``, or only the first entry.
+        ``{"method": Cost, "baseline": Cost}``, or ``{"method": Cost}`` if `baseline` is None.
 
     Raises:
-        SettingError: a setting is out of range.
+        SettingError: If a setting is out of range.
     """
     spec = StepSpec(batch_size, input_size, **options)
     device = torch.device(device)
@@ -161,7 +162,7 @@ def compare(
             late = max_seconds is not None and time.perf_counter() - started > max_seconds
             note = _lack_of_memory(counted, held, free, room if device.type == "cpu" else None)
             if note is None and late and training:
-                note = f"timing would exceed {format_seconds(max_seconds or 0)} in total"
+                note = f"the time limit of {format_seconds(max_seconds or 0)} was reached before this step was timed"
             step = _started(probe, device) if note is None else note
             if isinstance(step, str):
                 notes[name] = f"not timed: {step}"
@@ -182,7 +183,7 @@ def compare(
 
 
 def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callable[[], int] | None) -> str | None:
-    """Return the reason why a step does not fit in memory, or None if it fits.
+    """Return the reason why a step does not fit in memory, or None if the step fits.
 
     `held` is the number of bytes that the other recipes occupy, and `free` is the number of bytes that were free before
     the first recipe.
@@ -196,11 +197,11 @@ def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callab
         needed, free = counted.model_bytes + counted.batch_bytes + growth, room()
     if free is None or needed <= free:
         return None
-    return f"needs about {format_bytes(needed)} of memory, {format_bytes(free)} are free"
+    return f"the step needs about {format_bytes(needed)} of memory, but only {format_bytes(free)} is free"
 
 
 def _started(probe: Probe, device: torch.device) -> TrainingStep | str:
-    """Build a training step and run it once. Return an error message if memory runs out."""
+    """Build a training step, run the step once and return it. If memory runs out, return the error message instead."""
     step = TrainingStep(
         *probe.copy(None),
         probe.spec,
@@ -216,7 +217,7 @@ def _started(probe: Probe, device: torch.device) -> TrainingStep | str:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the number of bytes that can still be allocated on `device`, or None if it is unknown."""
+    """Return the number of bytes that can still be allocated on `device`, or None if the number is unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if device.type != "cpu":

@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Return an id of a tensor's storage, which is unique while the storage is alive. Views share the id."""
+    """Return an id that all views of a tensor's storage share and that is unique while the storage is alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -54,14 +54,13 @@ def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val
     """Count the FLOPs of a convolution's backward pass: each of the two gradients costs as much as the forward pass.
 
     The formula in torch.utils.flop_counter counts the weight gradient of a grouped convolution once per *pair* of
-    groups, which is C times too much for a depthwise layer with C channels.
+    groups. For a depthwise layer with C channels, the result is C times too large.
     """
     transposed, wanted = args[4], args[7]
     positions = prod(x.shape[2:]) if transposed else prod(grad.shape[2:])
     return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
 
 
-#: Operations of the backward pass of fused attention.
 _ATTENTION_BACKWARD = {
     getattr(aten, f"{name}_backward")
     for name in (
@@ -74,10 +73,11 @@ _ATTENTION_BACKWARD = {
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
-    """Return the FLOPs of an operation by the formulas of torch.utils.flop_counter, or 0 for elementwise operations.
+    """Return the number of FLOPs of an operation, or 0 for elementwise operations.
 
-    The formulas of the backward passes of convolutions and of fused attention are corrected. For fused attention, four
-    products are counted, as for unfused attention, but not the recomputation of the scores in the kernel.
+    The formulas come from torch.utils.flop_counter. The formulas for the backward passes of convolutions and fused
+    attention are corrected. For fused attention, the four products of unfused attention are counted, but the
+    recomputation of the scores in the kernel is not.
 
     Args:
         func: executed operator overload.
@@ -97,19 +97,21 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
 
 
 class Meter(TorchDispatchMode):
-    """Count FLOPs and live bytes inside a ``with`` block. ``with meter.phase("backward"): ...`` sets the phase.
+    """Count FLOPs and live bytes inside a ``with`` block. Use ``with meter.phase("backward"): ...`` to set the phase.
 
     Args:
-        resident: tensors that live throughout the step (parameters, buffers, the batch). They are included in `live`
-            and `peak` from the start. Other tensors that existed before the step are added at their first use.
-        layers: model to whose modules FLOPs are attributed (`layer_flops`). If None, FLOPs are not attributed.
+        resident: tensors that live throughout the step (parameters, buffers, the batch). These tensors are included in
+            `live` and `peak` from the start. Other tensors that existed before the step are added at their first use.
+        layers: model. FLOPs are attributed to the modules of this model (see `layer_flops`). If None, FLOPs are not
+            attributed.
         outside: tensors that are not counted.
 
     Attributes:
         live: total size of the live storages in bytes.
-        peak: largest value of `live` after any operation, when both its operands and its results are alive.
+        peak: largest value of `live`. `live` is read after each operation, while both the operands and the results of
+            the operation are alive.
         largest: size of the largest tensor created by an operation, in bytes.
-        flops: FLOPs of the batch in each phase. A multiply-add is 2 FLOPs.
+        flops: number of FLOPs of the batch in each phase. A multiply-add is 2 FLOPs.
     """
 
     def __init__(
@@ -137,11 +139,11 @@ class Meter(TorchDispatchMode):
             self._phase = before
 
     def created(self) -> dict[int, LiveTensor]:
-        """Return the live tensors that operations of this step created, by the id of the storage."""
+        """Return the live tensors that operations of this step created, keyed by storage id."""
         return {key: made for key, (_, made) in self._tracked.items() if made is not None}
 
     def layer_flops(self, images: int) -> dict[str, LayerFlops]:
-        """Return the FLOPs of each module divided by `images`, by module name, and stop attributing FLOPs."""
+        """Stop attributing FLOPs, and return a dict from module names to FLOPs divided by `images`."""
         assert self._layers is not None
         return self._layers.table(images)
 
@@ -187,11 +189,11 @@ class _Attribution:
     """Attribute the FLOPs of operations to modules.
 
     In the forward pass, the FLOPs of an operation are attributed to the module whose weight is an operand. If there is
-    no such module, they are attributed to the innermost running module. The first rule also covers SwinV2's qkv, whose
-    ``forward`` is never called. In the backward pass, an autograd node has the sequence number of its forward
-    operation. All FLOPs of the node, including those of custom Functions, are attributed to the layer that created the
-    node. Module hooks on gradients, as in torch.utils.module_tracker, would miss layers whose input does not require
-    gradients.
+    no such module, the FLOPs are attributed to the innermost running module. The weight also identifies layers whose
+    ``forward`` method is never called, for example SwinV2's qkv layers. In the backward pass, an autograd node has the
+    sequence number of its forward operation. All FLOPs of the node, including those of custom Functions, are attributed
+    to the layer that created the node. Module hooks on gradients, as in torch.utils.module_tracker, would miss layers
+    whose input does not require gradients.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -222,11 +224,9 @@ class _Attribution:
         self._running.pop()
 
     def forget(self, storage: int) -> None:
-        """Forget a storage that was freed."""
         self._copies.pop(storage, None)
 
     def add(self, packet: Any, args: tuple[Any, ...], out: Any, flops: int, phase: Phase) -> None:
-        """Attribute one operation."""
         if packet in (aten._to_copy, aten.clone):  # an autocast copy of a weight counts as the weight
             owner = self._owner_of(args[0])
             if owner is not None:
@@ -253,7 +253,7 @@ class _Attribution:
         return self._owner.get(key) or self._copies.get(key)
 
     def table(self, images: int) -> dict[str, LayerFlops]:
-        """Return the counts per image, and remove the hooks from the model."""
+        """Remove the hooks from the model, and return the counts per image, keyed by module name."""
         for handle in self._handles:
             handle.remove()
         return {
@@ -265,7 +265,7 @@ class _Attribution:
 class SavedTensors:
     """Record the storages that autograd saves for the backward pass, without keeping them alive.
 
-    Use ``with saved: forward()``, then ``saved.alive()``.
+    Run the forward pass inside ``with saved:``, and then call ``saved.alive()``.
     """
 
     def __init__(self) -> None:
@@ -285,5 +285,5 @@ class SavedTensors:
         self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
-        """Return the size in bytes of each saved storage that is still alive. For a view, the full storage counts."""
+        """Return the full size in bytes of each saved storage that is still alive, keyed by storage id."""
         return {key: nbytes for key, (ref, nbytes) in self._seen.items() if ref() is not None}

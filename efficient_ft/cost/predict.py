@@ -1,9 +1,9 @@
-"""Predict the memory of a run from counts, for the setting ``memory``, plans and the out-of-memory message.
+"""Predict the memory of a run from counts.
 
-A run has phases: it loads its network, trains, evaluates, reads images, evaluates the saved weights, and measures its
-cost. The tensors of each phase are counted in this module or by `cost.executed`. On a CPU, the predicted peak is the
-process size before the model is created plus the largest phase. On a GPU, the predicted peak is the memory reserved on
-the device.
+The setting ``memory``, plans and the out-of-memory message use the prediction. A run has phases: it loads its network,
+trains, evaluates, reads images, evaluates the saved weights, and measures its cost. The tensors of each phase are
+counted in this module or by `cost.executed`. On a CPU, the predicted peak is the process size before the model is
+created plus the largest phase. On a GPU, the predicted peak is the memory reserved on the device.
 """
 
 from __future__ import annotations
@@ -25,40 +25,41 @@ from efficient_ft.cost.step import AUTOCAST, StepSpec
 from efficient_ft.task import tensors_of
 from efficient_ft.task.base import at_size
 
-#: Constants of `predicted_growth` by allocator: fixed bytes (loaded code, memory of threads), scratch (temporaries of
-#: kernels and the allocator, in units of the largest tensor), and a factor on the counted bytes (memory that the
-#: allocator cannot reuse). They were fitted with `bench memory` on an EPYC with two threads, for full fine-tuning and
+#: Constants of `predicted_growth` for each allocator. The first constant is a fixed number of bytes (loaded code,
+#: memory of threads). The second constant is the size of the temporaries of kernels and the allocator, in units of the
+#: largest tensor. The third constant is a factor on the counted bytes, because the allocator cannot reuse all freed
+#: memory. The constants were fitted with `bench memory` on an EPYC CPU with two threads, for full fine-tuning and for
 #: 4-bit activations of nine networks (DeiT-S, ViT-Ti, ViT-B, SwinV2-T, ConvNeXt-T, ResNet-50, MobileNetV2, MobileViT-S,
 #: EfficientFormer-L1). Predictions differ from the measured growth by -5 % to +15 % with tcmalloc, and by -8 % to +18 %
 #: with mimalloc (five networks). `benchmarks/plans_cpu.json` covers other networks and recipes. If glibc keeps freed
-#: memory, its heap fragments to up to four times the counted bytes.
+#: memory, fragmentation increases the heap to up to four times the counted bytes.
 _GROWTH = {
     "tcmalloc": (40 * 2**20, 2.0, 1.0),
     "mimalloc": (50 * 2**20, 3.0, 1.06),
     "system": (64 * 2**20, 4.0, 1.03),
     KEEPING: (64 * 2**20, 4.0, 3.0),
 }
-#: Margins on the predicted growth: a factor, and a number of bytes for the code and lists that a run loads later.
+#: Safety margins on the predicted growth: a factor, and the size of the code and lists that a run loads later.
 _SAFETY, RUN_ONLY = 1.06, 24 * 2**20
-#: Memory for loading weights, relative to the size of the weights: two networks, the tensors of the file, and its
-#: mapped pages.
+#: Memory for loading weights, relative to the size of the weights. The factor covers two networks, the tensors of the
+#: file, and the mapped pages of the file.
 _LOADING = 3.5
-#: Scratch during evaluation in units of the largest tensor, for every allocator.
+#: Size of the temporaries during evaluation, in units of the largest tensor, for all allocators.
 _FORWARD_SCRATCH = 1.75
 #: Batch size of the real run that is counted if a network cannot run on fake tensors in evaluation.
 _FEW = 2
 
 
 def predicted_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> int:
-    """Predict the growth of the process in a training step, in bytes (`ProcessMemory.growth_bytes` on a CPU).
+    """Predict the growth of the process memory in a training step, in bytes (`ProcessMemory.growth_bytes` on a CPU).
 
-    The prediction is fixed + scratch · largest tensor + factor · counted bytes, with constants that depend on the
-    allocator.
+    The prediction is fixed + scratch · `largest_bytes` + factor · `counted_bytes`. The constants fixed, scratch and
+    factor depend on the allocator.
 
     Args:
-        counted_bytes: ``Executed.step_peak_bytes`` plus the optimizer's state.
+        counted_bytes: ``Executed.step_peak_bytes`` plus the size of the optimizer's state.
         largest_bytes: ``Executed.largest_bytes``.
-        allocator: allocator of the process, see `core.allocator.allocator_in_use`.
+        allocator: allocator of the process (see `core.allocator.allocator_in_use`).
     """
     fixed, scratch, factor = _GROWTH[allocator]
     return round(fixed + scratch * largest_bytes + factor * counted_bytes)
@@ -71,7 +72,7 @@ def bounded_growth(counted_bytes: int, largest_bytes: int, allocator: str) -> in
 
 @dataclass(frozen=True)
 class Forward:
-    """Counted bytes of one evaluation batch.
+    """Counted memory of one evaluation batch.
 
     Attributes:
         batch_bytes: size of the inputs and targets.
@@ -99,21 +100,21 @@ def _forward_bytes(forward: Forward, allocator: str) -> int:
 
 @dataclass(frozen=True)
 class Demand:
-    """Counted bytes for each phase of a run.
+    """Counted memory for each phase of a run.
 
     Attributes:
         weights_bytes: size of the network's parameters and buffers, without those that methods add.
         model_bytes: size of the network's parameters and buffers, including those that methods add.
         batch_bytes: size of a training batch.
-        step_bytes: peak memory of a training step, including optimizer state and accumulated gradients, but not the
-            model and the batch.
+        step_bytes: peak memory of a training step, including the optimizer state and accumulated gradients, but not the
+            model or the batch.
         largest_bytes: size of the largest tensor that an operation of the step creates.
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
-        gradient_bytes: size of the gradients that live between micro-batches.
+        gradient_bytes: size of the gradients that stay allocated between micro-batches.
         evaluation: counts of an evaluation batch.
         load_bytes: memory for reading and decoding a training batch in this process.
         evaluation_load_bytes: memory for reading and decoding an evaluation batch.
-        examples: counts for predicting one example at its original size, which a run does after training.
+        examples: counts of predicting one example at its original size. A run predicts examples after training.
         examples_load_bytes: memory for reading all examples.
         inspection_bytes: memory for decoding samples before training.
         pretrained: True if the weights are read from a file.
@@ -139,7 +140,7 @@ class Demand:
     resumed: bool = False
 
     def phases(self, allocator: str) -> dict[str, int]:
-        """Return the predicted memory of each phase, in bytes above the process size before the model is created."""
+        """Return the predicted memory of each phase in bytes, without the process size before the model is created."""
         weights, state = self.weights_bytes, self.optimizer_bytes + self.gradient_bytes
         fixed = _GROWTH[allocator][0]
         forward = self.evaluation
@@ -173,7 +174,7 @@ class Prediction:
 
     Attributes:
         base_bytes: process size before the model is created (interpreter and libraries), or 0 on a GPU.
-        phases: bytes of each phase in addition to `base_bytes`.
+        phases: memory of each phase in bytes, in addition to `base_bytes`.
     """
 
     base_bytes: int
@@ -181,12 +182,12 @@ class Prediction:
 
     @property
     def phase(self) -> str:
-        """Name of the largest phase."""
+        """Name of the phase that needs the most memory."""
         return max(self.phases, key=self.phases.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the process or, on a GPU, peak of the memory reserved on the device."""
+        """Peak memory of the process or, on a GPU, peak memory reserved on the device."""
         return self.base_bytes + self.phases[self.phase]
 
 
@@ -194,9 +195,9 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
     """Predict the memory of a run.
 
     Args:
-        demand: counted bytes for each phase of the run.
+        demand: counted memory for each phase of the run.
         base_bytes: resident memory before the model is created, including the libraries that the run loads later.
-        allocator: allocator of the process, see `core.allocator.allocator_in_use`.
+        allocator: allocator of the process (see `core.allocator.allocator_in_use`).
         device: type of the device. For types other than ``cuda``, the memory of the process is predicted.
     """
     if device == "cuda":  # the factor 1.1 accounts for rounded sizes and unused blocks in the caching allocator
@@ -211,7 +212,7 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 def count_evaluation(
     network: nn.Module, spec: StepSpec, batch_size: int, size: tuple[int, ...], methods: Iterable[Any] = ()
 ) -> Forward:
-    """Count the evaluation of one batch on fake tensors: forward pass, logits at the size of the targets, and metrics.
+    """Count the memory of evaluating one batch on fake tensors: forward pass, logits at the target size, and metrics.
 
     Args:
         network: network of the run, on any device.
@@ -232,7 +233,6 @@ def count_evaluation(
 
 
 def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> Forward:
-    """Count one evaluation batch, on fake tensors if `fake` is True."""
     spec, task = probe.spec, probe.spec.task
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
@@ -251,7 +251,7 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)
-            # Metrics create tensors of the predicted classes, of the labels and of a combination of both.
+            # Metrics create three tensors: the predicted classes, the labels and a combination of both.
             held = [logits.argmax(1) for _ in range(3)]
             del held
     resident = sum(storages(state).values()) + sum(storages(batch).values())

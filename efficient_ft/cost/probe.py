@@ -1,7 +1,7 @@
 """Run and count training steps of a copy of the model, on fake or real tensors.
 
 Fake tensors have a shape and a dtype, but no data. On fake tensors, a step takes a few seconds for any batch size, and
-its counts do not depend on the machine.
+the counts do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class WatchedStep:
     """Counts of one step for the whole batch.
 
     Attributes:
-        saved: bytes of each storage that is saved for the backward pass and alive after the forward pass, by storage
-            id. Parameters and buffers are not included.
-        created: tensors that the forward pass created and that are alive after it, by storage id. Logits and loss are
-            not included.
+        saved: a dict from storage ids to sizes in bytes, for each storage that is saved for the backward pass and alive
+            after the forward pass. Parameters and buffers are not included.
+        created: a dict from storage ids to the tensors that the forward pass created and that are alive after the
+            forward pass. The logits and the loss are not included.
         peak: peak size of the live tensors in bytes, without the optimizer's state.
         largest: size of the largest tensor that an operation created, in bytes.
-        layers: FLOPs of each module, by name. Empty unless requested.
+        layers: a dict from module names to FLOPs. The dict is empty unless the FLOPs of modules are requested.
     """
 
     flops: dict[Phase, int]
@@ -58,8 +58,8 @@ class WatchedStep:
 class Probe:
     """Copy a model and its methods, and count steps of the copy.
 
-    Methods that are not applied yet are applied to the copy; `model` and `methods` are not changed. If there is an
-    optimizer, its state is counted. Its step is counted only if the optimizer steps inside the backward pass.
+    Methods that are not applied yet are applied to the copy. `model` and `methods` are not changed. If there is an
+    optimizer, its state is counted. Optimizer steps are counted only if they run inside the backward pass.
     """
 
     def __init__(
@@ -67,23 +67,24 @@ class Probe:
     ) -> None:
         self.model, self.methods, self.spec = model, StepMethods(methods), spec
         self.build_optimizer = build_optimizer
-        #: Number of steps before the first counted one.
+        #: Number of steps before the first counted step.
         self.steps_before = self.methods.warmup_steps
-        #: Original model and methods that are not applied yet, to make real copies. None if `model` has real tensors.
+        #: Original model and methods, which are not applied yet. Real copies are made from the originals. The value is
+        #: None if `model` has real tensors.
         self._plain: tuple[nn.Module, StepMethods] | None = None
         if not self.methods.all_applied:
             plain = self.model, self.methods
-            if not self.steps_before:  # without warm-up steps, values are not needed and the copy uses no memory
-                with contextlib.suppress(RuntimeError):  # raised by a method that reads weights in `apply`
+            if not self.steps_before:  # no tensor values are needed, so the copy is on the meta device
+                with contextlib.suppress(RuntimeError):  # methods that read weights in `apply` raise this error
                     self.model, self.methods = _applied(plain, _on_meta(self.model))
                     self._plain = plain
             if self._plain is None:
                 self.model, self.methods = _applied(plain, {})
 
     def warm_up(self) -> None:
-        """Run the warm-up steps of the methods on a real copy, because the methods' choices depend on tensor values.
+        """Run the warm-up steps of the methods on real tensors, because the methods' choices depend on tensor values.
 
-        These steps always run in fp32, so that the choices are the same on all machines, and the steps are fast on
+        These steps always run in fp32. The choices are therefore the same on all machines, and the steps are fast on
         processors without bf16 units.
         """
         if not self.steps_before:
@@ -101,7 +102,7 @@ class Probe:
     ) -> list[WatchedStep]:
         """Run and count several steps of one copy with `images` samples, on fake tensors if `fake` is True.
 
-        `which` contains the number of each step, and True if attention runs without fused kernels in this step. If
+        For each step, `which` contains the number of the step, and True if attention runs without fused kernels. If
         `layers` is True, FLOPs are also attributed to modules. If `backward` is False, each step ends after the loss.
         """
         with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
@@ -147,7 +148,6 @@ class Probe:
         layers: bool,
         backward: bool,
     ) -> WatchedStep:
-        """Run and count the forward pass, the loss and the backward pass."""
         state = [*model.parameters(), *model.buffers()]
         tensors = [*tensors_of(batch[0]), batch[1]]
         model_state = storages(state)
@@ -158,7 +158,7 @@ class Probe:
             with hook:
                 logits, loss = forward_and_loss(model, methods, *batch, self.spec)
             created, saved = meter.created(), hook.alive()
-            if backward and loss.requires_grad:  # False if no parameter trains
+            if backward and loss.requires_grad:  # the loss requires no gradient if no parameter is trained
                 with meter.phase("backward"):
                     loss.backward()
         outputs = storages([logits, loss])
@@ -175,12 +175,13 @@ class Probe:
         )
 
     def copy(self, mode: FakeTensorMode | None) -> tuple[nn.Module, StepMethods]:
-        """Copy the methods and the model, in training mode, to the CPU, or to fake tensors if `mode` is given."""
+        """Copy the methods and the model (in training mode) to the CPU, or to fake tensors if `mode` is given."""
         if mode is None and self._plain is not None:
             self.model, self.methods = _applied(self._plain, {})
             self._plain = None
         with contextlib.nullcontext() if mode is None else FakeCopyOnCPU(mode):
-            # Both are copied together, so that a method's references into the model point into the copy.
+            # The model and the methods are copied together, so that a method's references to the model point to the
+            # copy.
             model, methods = copy.deepcopy((self.model, self.methods))
         if mode is None:
             model.to("cpu")
@@ -192,14 +193,14 @@ class Probe:
 
 
 def _applied(plain: tuple[nn.Module, StepMethods], tensors: dict[int, Tensor]) -> tuple[nn.Module, StepMethods]:
-    """Copy a model and its methods, and apply them. `tensors` maps ids of tensors to the copies to use."""
+    """Copy a model and its methods, and apply them. `tensors` maps ids of tensors to existing copies."""
     model, methods = copy.deepcopy(plain, tensors)
     methods.apply(model)
     return model, methods
 
 
 def _on_meta(model: nn.Module) -> dict[int, Tensor]:
-    """Return copies of the parameters and buffers on the meta device, by the ids of the originals."""
+    """Return copies of the parameters and buffers on the meta device, keyed by the ids of the originals."""
     copies: dict[int, Tensor] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if type(tensor) in (Tensor, nn.Parameter):
@@ -209,7 +210,7 @@ def _on_meta(model: nn.Module) -> dict[int, Tensor]:
 
 
 class FakeCopyOnCPU(FakeCopyMode):
-    """Make deepcopy create fake tensors on the CPU, for originals on any device, including the meta device."""
+    """Make deepcopy create fake tensors on the CPU, even if the originals are on another device or the meta device."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out: Any = super().__torch_function__(func, types, args, kwargs)

@@ -1,9 +1,10 @@
 """Process memory (RSS) of training steps, for comparison with counted bytes.
 
-Growth is the highest resident memory during a step minus the size before the *first* step, because an allocator may
-keep freed memory, so that a later step begins with a larger size. Growth includes activations, gradients, temporaries,
-the optimizer's state, and memory that the allocator cannot reuse. It does not include the model and the batch, which
-exist before the first step. The counted equivalent is ``Executed.step_peak_bytes`` plus the optimizer's state.
+Growth is the highest resident memory during a step minus the resident memory before the *first* step. Later steps may
+begin with more resident memory, because an allocator may keep freed memory. Growth includes activations, gradients,
+temporaries, the optimizer's state, and memory that the allocator cannot reuse. Growth does not include the model and
+the batch, which exist before the first step. The counted equivalent is ``Executed.step_peak_bytes`` plus the
+optimizer's state.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class DeviceMemory:
     """Memory of a CUDA device, measured by PyTorch's allocator.
 
     Attributes:
-        before_bytes: bytes allocated before the first step (model and batch).
+        before_bytes: number of bytes allocated before the first step (model and batch).
         allocated_bytes: largest number of bytes allocated to tensors during a step.
         reserved_bytes: largest number of bytes that the allocator reserved during a step.
     """
@@ -36,10 +37,10 @@ class ProcessMemory:
     """Memory of the process over several training steps.
 
     Attributes:
-        before_bytes: resident bytes before the first step.
-        peak_bytes: highest resident bytes during the measured steps.
-        source: method of measurement, see `core.process_memory.HighWaterMark`.
-        first_step: number of the first measured step, from 0. Earlier steps are warm-up.
+        before_bytes: resident memory before the first step, in bytes.
+        peak_bytes: highest resident memory during the measured steps, in bytes.
+        source: method of measurement (see `core.process_memory.HighWaterMark`).
+        first_step: number of the first measured step, counted from 0. Earlier steps are warm-up steps.
         steps: number of measured steps.
         device: memory of the CUDA device, or None on other devices.
     """
@@ -53,19 +54,21 @@ class ProcessMemory:
 
     @property
     def growth_bytes(self) -> int:
-        """Growth of the process or, on CUDA, growth of the memory reserved on the device."""
+        """Growth of the process memory or, on CUDA, of the memory reserved on the device, in bytes."""
         if self.device is not None:
             return self.device.reserved_bytes - self.device.before_bytes
         return self.peak_bytes - self.before_bytes
 
 
 class StepMemory:
-    """Measure the memory of training steps. Create the object before the first step, then use ``with memory: step()``.
+    """Measure the memory of training steps.
+
+    Create the object before the first step, then run each step inside ``with memory:``.
 
     Args:
-        device: device of the steps. On CUDA, its peak statistics are reset in each step.
-        present_bytes: size of memory that the steps use but that is already allocated, such as a loaded optimizer
-            state.
+        device: device of the steps. On CUDA, the peak statistics of the device are reset in each step.
+        present_bytes: size of the memory that the steps use but that is already allocated, for example a loaded
+            optimizer state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:
@@ -104,9 +107,9 @@ class StepMemory:
         self.stop()
 
     def measured(self, warmup: int) -> ProcessMemory | None:
-        """Return the memory of the steps after the first `warmup` steps, but at least of the last step.
+        """Return the memory of the steps after the first `warmup` steps, or None if there are no steps.
 
-        The result is None if there are no steps.
+        If there are at most `warmup` steps, return the memory of the last step.
         """
         if not self._peaks:
             return None

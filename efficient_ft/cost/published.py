@@ -1,31 +1,31 @@
 """Compute the costs of a training step with the formulas of the papers.
 
-Memory follows the formula of TinyTL (Cai et al., NeurIPS 2020), which Back Razor and BSR also use in their tables.
-Multiply-adds are counted as in BSR.
+The memory M is computed with the formula of TinyTL (Cai et al., NeurIPS 2020), which Back Razor and BSR also use in
+their tables. Multiply-adds are counted as in BSR.
 
     M = parameters + B · max over operations [ tmp(operation) + Σ saved by earlier operations + residual ]
 
-M is in bytes, values are in fp32, and operations are in forward order:
+M is in bytes, all values are in fp32, and the operations are in forward order:
 
-* parameters: 4 bytes for a trained parameter, 1 byte for a frozen one. Gradients, optimizer state and buffers are not
-  included.
+* parameters: 4 bytes for a trained parameter, and 1 byte for a frozen parameter. Gradients, optimizer state and buffers
+  are not included.
 * tmp: 4·(in + out) for a linear layer, 4·in + 4·out / groups for a convolution, and 4·in for other operations.
 * saved: 4·in for a linear layer, convolution or normalization with a trained weight. If a gradient flows through the
-  operation, in / 8 is saved for ReLU and ReLU6, 4·in for other activations and softmax, and both operands for a product
-  of two activations (the output of softmax is counted only once).
-* residual: 4·(input of a block), while the branch that is later added to this input is computed.
+  operation, in / 8 is saved for ReLU and ReLU6, 4·in for other activation functions and softmax, and both operands for
+  a product of two activations. The output of softmax is counted only once.
+* residual: 4·(input of a block), during the computation of the branch that is added to this input.
 
 q, k and v count as three layers with separate inputs, even if they share one matrix. Elementwise sums and products,
 pooling, resizing, dropout and the selection of tokens are not counted.
 
-BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts q, k and v in one matrix as one layer, and has no
-residual term. In a block of N tokens with d values and H heads, full training stores 4 · (16 N d + H N²) bytes. A
-frozen block through which a gradient passes stores 4 · (7 N d + H N²) bytes. A block that drops tokens has fewer tokens
-from its second normalization on. BSR's "FLOPs" are the multiply-adds of all products in the forward pass, including
-frozen layers.
+BSR ("Block Selective Reprogramming", CVPR Workshops 2024) counts q, k and v as one layer if they share one matrix, and
+has no residual term. In a block with H heads and N tokens of d values each, full training stores 4 · (16 N d + H N²)
+bytes. A frozen block through which a gradient passes stores 4 · (7 N d + H N²) bytes. In a block that drops tokens, the
+second normalization and all later operations have fewer tokens. BSR's "FLOPs" are the multiply-adds of all products in
+the forward pass, including frozen layers.
 
-These costs differ from the costs of an executed step (`executed`). They are only for comparison with the values in a
-paper.
+The costs of the formulas differ from the costs of an executed step (`executed`). Compare the costs of the formulas only
+with the values in a paper.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from efficient_ft.models.view import projections_in, view
 from efficient_ft.models.view.probe import in_words, takes_tokens
 from efficient_ft.task import Classification, TextClassification, tensors_of
 
-#: Bytes per value in fp32.
+#: Number of bytes per fp32 value.
 VALUE = 4
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Bytes that are stored for the backward pass per value, including bitmaps.
+    """Number of bytes that are stored per value for the backward pass, including bitmaps.
 
-    Without packing, these are `VALUE` bytes.
+    Without packing, `VALUE` bytes are stored per value.
 
     Attributes:
-        product: bytes per value of the inputs of linear layers and convolutions, and of the operands of attention
-            products.
-        norm: bytes per value of the inputs of normalizations.
-        activation: bytes per value of the inputs of activation functions that are not piecewise linear.
+        product: number of bytes per value of the inputs of linear layers and convolutions, and of the operands of
+            products in attention.
+        norm: number of bytes per value of the inputs of normalizations.
+        activation: number of bytes per value of the inputs of activation functions that are not piecewise linear.
     """
 
     product: float = VALUE
@@ -77,18 +77,18 @@ MESA = Keeping(1, 1, 1)
 
 
 def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = None) -> Keeping:
-    """Return Back Razor's storage: a bitmap and the fraction 1 − `sparsity` of the values.
+    """Return the bytes per value that Back Razor stores: a bitmap and a fraction 1 − `sparsity` of the values.
 
-    Inputs of smooth activation functions stay dense.
+    The inputs of smooth activation functions stay dense.
 
     Args:
-        sparsity: fraction of dropped values, >= 0 and < 1.
-        value_bytes: bytes per stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), 1 with Mesa.
-        norm_bytes: bytes per value that a normalization stores. If None, `value_bytes` is used. It is 4 for Back
-            Razor@90% and @95% of ViT-B.
+        sparsity: fraction of values that are dropped. Must be >= 0 and < 1.
+        value_bytes: number of bytes per stored value: 2 in half precision (ViT), 4 in fp32 (Table 1), or 1 with Mesa.
+        norm_bytes: number of bytes per value that a normalization stores. If None, `value_bytes` is used. For ViT-B
+            with Back Razor@90% and Back Razor@95%, the number is 4.
 
     Raises:
-        SettingError: a value is out of range.
+        SettingError: If a value is out of range.
     """
     if not 0 <= sparsity < 1:
         raise SettingError("sparsity", sparsity, "a number >= 0 and < 1")
@@ -102,18 +102,17 @@ def back_razor(sparsity: float, value_bytes: int = 2, norm_bytes: int | None = N
 
 @dataclass(frozen=True)
 class Rule:
-    """Differences between the papers' formulas.
+    """Settings in which the formulas of the papers differ.
 
     Attributes:
-        shared_inputs: if True, projections in one matrix (qkv) store their input once, and count as one layer.
-        residual: if True, the input of a block is stored while its branch is computed.
+        shared_inputs: if True, projections that share one matrix (qkv) store their input once and count as one layer.
+        residual: if True, the input of a block is stored while the branch of the block is computed.
     """
 
     shared_inputs: bool = False
     residual: bool = True
 
 
-#: Formula of TinyTL and Back Razor, and BSR's formula.
 TINYTL_RULE = Rule()
 BSR_RULE = Rule(shared_inputs=True, residual=False)
 
@@ -127,10 +126,10 @@ class Operation:
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
         tmp: size of the input and the output, which exist during the operation.
-        saved: saved bytes without packing. For ``relu``, one bit per element is saved.
+        saved: number of saved bytes without packing. For ``relu``, one bit per element is saved.
         macs: multiply-adds.
         residual: size of the block inputs that are stored during the operation.
-        in_block: True if the operation is in a block; False if it is in the stem, the final normalization or the head.
+        in_block: True if the operation is in a block, and not in the stem, the final normalization or the head.
     """
 
     name: str
@@ -150,7 +149,7 @@ class Published:
         parameter_bytes: size of the parameters.
         activation_bytes: peak size of the activations per image.
         peak_at: name of the operation at which the peak is reached.
-        macs: multiply-adds of the forward pass for one image, including the head.
+        macs: number of multiply-adds in the forward pass for one image, including the head.
         batch_size: number of images.
     """
 
@@ -162,7 +161,7 @@ class Published:
 
     @property
     def bytes(self) -> float:
-        """Memory of the batch. The papers use MiB (2²⁰ B) for transformers and MB (10⁶ B) for CNNs."""
+        """Memory of the batch in bytes. The papers use MiB (2²⁰ B) for transformers and MB (10⁶ B) for CNNs."""
         return self.parameter_bytes + self.batch_size * self.activation_bytes
 
 
@@ -174,22 +173,23 @@ def published(
     in_chans: int = 3,
     rule: Rule = TINYTL_RULE,
 ) -> Published:
-    """Apply a paper's formula to a training step of `model`. Parameters with `requires_grad` count as trained.
+    """Apply a paper's formula to a training step of `model`. Parameters that require gradients count as trained.
 
     Args:
-        model: classifier of images (B, in_chans, H, W), on any device. It is not changed. Methods of the memory axis
-            have no effect, because `keeping` describes the storage. Methods that drop tokens in evaluation have an
-            effect.
+        model: classifier of images (B, in_chans, H, W), on any device. The model is not changed. Methods of the memory
+            axis have no effect, because `keeping` describes the storage. Methods that drop tokens in evaluation change
+            the result.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images.
-        keeping: storage of activations. It applies to the blocks of a model with attention (as in the papers, the patch
-            embedding, the final normalization and the head stay dense), and to all layers of other models.
+        keeping: storage of activations. In a model with attention, only activations in the blocks are packed: as in the
+            papers, the patch embedding, the final normalization and the head stay dense. In other models, the
+            activations of all layers are packed.
         in_chans: number of image channels.
-        rule: formula of TinyTL and Back Razor, or BSR's formula.
+        rule: `TINYTL_RULE` for the formula of TinyTL and Back Razor, or `BSR_RULE` for the formula of BSR.
 
     Raises:
-        SettingError: a batch size or image size is out of range.
-        UserError: `model` cannot run on images of this size.
+        SettingError: If a batch size or image size is out of range.
+        UserError: If `model` cannot run on images of this size.
     """
     require_positive("batch_size", batch_size)
     running = operations(model, input_size, in_chans, rule)
@@ -207,8 +207,8 @@ def peak(running: Sequence[Operation], keeping: Keeping = DENSE, dense: str | No
 
     Args:
         running: operations in forward order.
-        keeping: storage of activations, see `published`.
-        dense: regular expression for the names of further operations that stay dense.
+        keeping: storage of activations (see `published`).
+        dense: regular expression for the names of additional operations that stay dense.
     """
     everywhere = not any(op.kind == "attention" for op in running)
     earlier, most, at = 0.0, 0.0, ""
@@ -228,7 +228,7 @@ def _share(op: Operation, keeping: Keeping) -> float:
 
 
 # ---------------------------------------------------------------------------------------------- the forward pass
-#: Normalization functions, and the index of the weight in their arguments.
+#: Normalization functions, each with the position of the weight in its arguments.
 _NORMS = {F.layer_norm: 2, F.group_norm: 2, F.rms_norm: 2, F.batch_norm: 3, F.instance_norm: 3}
 _CONVOLUTIONS = {F.conv1d, F.conv2d, F.conv3d}
 _RELUS: set[Any] = {F.relu, F.relu_, F.relu6, F.hardtanh, F.hardtanh_, F.leaky_relu, F.leaky_relu_}
@@ -254,8 +254,8 @@ def operations(
         blocks: names of the model's blocks. If None, the blocks that the model's view recognizes are used.
 
     Raises:
-        SettingError: an image size or number of channels is out of range.
-        UserError: `model` cannot run on images of this size.
+        SettingError: If an image size or number of channels is out of range.
+        UserError: If `model` cannot run on images of this size.
     """
     task = TextClassification() if takes_tokens(model) else Classification()
     StepSpec(1, input_size, in_chans=in_chans, task=task)  # raises an error if a size is out of range
@@ -274,7 +274,7 @@ def operations(
                 probe(inputs) if isinstance(inputs, Tensor) else probe(**inputs)
         except (AssertionError, RuntimeError, ValueError) as error:
             size = in_words(tuple(input_size))
-            raise UserError(f"{type(model).__name__} cannot be run on {size}: {first_line(error)}") from error
+            raise UserError(f"The model {type(model).__name__} cannot be run on {size}: {first_line(error)}") from error
     return trace.operations
 
 
@@ -289,8 +289,8 @@ class _Trace(TorchFunctionMode):
         self._owner: dict[int, str] = {}
         self._running: list[str] = []
         self._blocks = frozenset(blocks)
-        # Number of recorded operations when each storage was last written. The tensors are kept alive, which costs
-        # nothing on fake tensors, so that no id of a storage is reused.
+        # For each storage, the number of operations that had been recorded when the storage was last written. The
+        # tensors are kept alive, so that no storage id is reused. Fake tensors need no memory.
         self._made = {storage_id(x): 0 for x in inputs}
         self._held = list(inputs)
         self._probabilities: set[int] = set()
@@ -366,14 +366,15 @@ class _Trace(TorchFunctionMode):
     def _choosing_tokens(self) -> bool:
         """Return True if the current product or softmax selects tokens and does not belong to attention.
 
-        This is the case in a module that uses fused attention, and in a block whose forward pass a method has replaced.
+        Products and softmax select tokens in modules that use fused attention, and in blocks whose forward pass a
+        method has replaced.
         """
         module = self._model.get_submodule(self._running[-1])
         own = self._running[-1] in self._blocks and "forward" in vars(module)
         return own or bool(getattr(module, "fused_attn", False))
 
     def _product(self, a: Tensor, b: Tensor, size_a: int, macs: int) -> None:
-        """Record the product of two activations. Each activation is saved for the gradient of the other one."""
+        """Record the product of two activations. Each activation is saved for the gradient of the other."""
         saved = size_a * b.requires_grad + b.numel() * a.requires_grad
         self._add("attention", VALUE * (a.numel() + b.numel()), VALUE * saved, macs)
 

@@ -15,7 +15,7 @@ COUNTED_BATCHES = 1000
 
 
 class FlopsCounter(TorchDispatchMode):
-    """Count the FLOPs of the operations that run inside a ``with`` block. The sum is the attribute `flops`."""
+    """Count the FLOPs of the operations that run inside a ``with`` block. The attribute `flops` contains the sum."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class FlopsCounter(TorchDispatchMode):
 
 
 class RunFlops:
-    """Sum the FLOPs of a run's forward and backward passes, with the formulas of `cost.executed`.
+    """Sum the FLOPs of a run's forward and backward passes. The formulas are those of `cost.executed`.
 
     A batch that is not counted adds the FLOPs of the last counted batch of its kind. If all batches of a kind have the
     same cost, one batch of each kind is counted and the sum is exact. Otherwise, every n-th batch is counted.
@@ -55,8 +55,8 @@ class RunFlops:
         """Begin a batch. Call this method before the forward pass.
 
         Args:
-            number: number of the training batch in the run, from 0.
-            kind: key for everything that the cost depends on, such as shape and data set.
+            number: number of the training batch in the run, counted from 0.
+            kind: key that identifies everything on which the cost depends, for example the shape and the data set.
         """
         self.close()
         self._kind = kind
@@ -78,10 +78,10 @@ class RunFlops:
         self._counter = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums so far."""
+        """Return the counts so far as a dict."""
         return {"total": self.total, "counted": self.counted, "of_kind": dict(self._of_kind)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from the state of `state_dict()`."""
+        """Restore the counts that `state_dict()` returned."""
         self.total, self.counted = state_dict["total"], state_dict["counted"]
         self._of_kind = dict(state_dict["of_kind"])

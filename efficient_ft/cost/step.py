@@ -53,7 +53,7 @@ class StepSpec:
         task: task that defines the logits and the loss.
 
     Raises:
-        SettingError: a value is outside its range.
+        SettingError: If a value is outside its range.
     """
 
     batch_size: int
@@ -97,14 +97,14 @@ def require_positive(setting: str, value: int) -> None:
 class StepMethods:
     """Methods of a step, which are called in the same order as in a training loop.
 
-    Any object can take part. Each of these attributes is optional:
+    Any object can be a method. All of the following attributes are optional:
 
     * ``step_begin(step)``: called before the forward pass of optimizer step `step`.
     * ``step_end()``: called after the optimizer step, before gradients are set to zero.
     * ``total_loss(loss)``: returns the loss to minimize, given the loss of the model.
-    * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is first applied to the model, in the order
-      of the sort key ``application_order`` (objects without a key are applied last).
-    * ``warmup_steps``: number of first steps whose cost differs from the cost of later steps. Default: 0.
+    * ``apply(model)`` and ``applied``: an object whose ``applied`` is None is first applied to the model. Objects are
+      applied in the order of the sort key ``application_order``. Objects without a sort key are applied last.
+    * ``warmup_steps``: number of steps at the start whose cost differs from the cost of later steps. Default: 0.
     * ``cost_steps``: number of steps over which the cost is averaged. Default: 1.
     """
 
@@ -116,12 +116,12 @@ class StepMethods:
 
     @property
     def all_applied(self) -> bool:
-        """True if all methods are applied."""
+        """Return True if all methods are applied."""
         return not any(getattr(method, "applied", True) is None for method in self.methods)
 
     @property
     def warmup_steps(self) -> int:
-        """Number of first steps whose cost differs from the cost of later steps."""
+        """Number of steps at the start whose cost differs from the cost of later steps."""
         return max((getattr(method, "warmup_steps", 0) for method in self.methods), default=0)
 
     @property
@@ -137,13 +137,13 @@ class StepMethods:
                 method.apply(model)
 
     def begin(self, step: int) -> None:
-        """Call ``step_begin(step)`` of all methods."""
+        """Call ``step_begin(step)`` on all methods."""
         for method in self.methods:
             if hasattr(method, "step_begin"):
                 method.step_begin(step)
 
     def end(self) -> None:
-        """Call ``step_end()`` of all methods."""
+        """Call ``step_end()`` on all methods."""
         for method in self.methods:
             if hasattr(method, "step_end"):
                 method.step_end()
@@ -159,17 +159,17 @@ class StepMethods:
 def forward_and_loss(
     model: nn.Module, methods: StepMethods, inputs: Inputs, targets: Tensor, spec: StepSpec
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass and the loss of a step under autocast.
+    """Run the forward pass of a step and compute the loss under autocast.
 
     Args:
-        inputs: images (B, C, H, W), or tensors by argument name.
+        inputs: images (B, C, H, W), or a dict from argument names to tensors.
         targets: class indices (B,), or (B, ...) for tasks with one class per position.
 
     Returns:
         The logits and the loss to minimize.
 
     Raises:
-        UserError: the model does not return logits.
+        UserError: If the model does not return logits.
     """
     with torch.autocast(targets.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
         logits = spec.task.logits(model, inputs)
@@ -178,13 +178,13 @@ def forward_and_loss(
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the size of the state of `optimizer` in bytes. It is 0 before the first step."""
+    """Return the size of the state of `optimizer` in bytes. The size is 0 before the first step."""
     state = (value for of in optimizer.state.values() for value in of.values() if isinstance(value, Tensor))
     return sum(storages(plain for value in state for plain in _plain_tensors(value)).values())
 
 
 def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors in a tensor subclass (quantized optimizer state), or `tensor` if it is plain."""
+    """Yield the plain tensors in a tensor subclass (quantized optimizer state), or `tensor` if it is a plain tensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -195,8 +195,8 @@ def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 class TrainingStep:
     """Training steps of a model on one random batch, as in a plain PyTorch loop.
 
-    Call `forward`, `backward` and `update` in this order, or call the object to run all three. The steps change the
-    model, so pass a copy.
+    Call `forward`, `backward` and `update` in this order, or call the object to run all three methods. The steps change
+    the model, so pass a copy.
 
     Args:
         model: network.
@@ -205,8 +205,8 @@ class TrainingStep:
         device: device of the step.
         first_step: number of the first step.
         build_optimizer: function that builds an optimizer for the model. If None, AdamW is used.
-        replace: function that receives the inputs and returns a context manager. The forward pass uses the value of
-            the context manager instead of the inputs. If None, the inputs are not replaced.
+        replace: function that receives the inputs and returns a context manager. The forward pass receives the value
+            that the context manager returns on entry instead of the inputs. If None, the inputs are not replaced.
     """
 
     def __init__(
@@ -235,8 +235,8 @@ class TrainingStep:
         self._optimizer: torch.optim.Optimizer | None = None
 
     def forward(self) -> None:
-        """Run the forward pass and the loss."""
-        if self._optimizer is None:  # the optimizer is built before a per-step selection freezes parameters
+        """Run the forward pass and compute the loss."""
+        if self._optimizer is None:  # build the optimizer before a method freezes parameters for this step
             self._optimizer = (self._build_optimizer or self._adamw)(self.model)
         self.methods.begin(self.steps)
         device, dtype = self.labels.device.type, self.spec.dtype
@@ -256,7 +256,7 @@ class TrainingStep:
         self._loss = None
 
     def update(self) -> None:
-        """Clip the gradient, step the optimizer, end the step and set gradients to None."""
+        """Clip the gradient, run the optimizer step, end the training step, and set the gradients to None."""
         assert self._optimizer is not None
         if self.spec.grad_clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip_norm)
@@ -276,7 +276,7 @@ class TrainingStep:
         return 0 if self._optimizer is None else optimizer_state_bytes(self._optimizer)
 
     def cuda_peak(self) -> int:
-        """Return the peak memory of one forward and backward pass on CUDA in bytes, see `Measured.peak_bytes`."""
+        """Return the peak memory of one forward and backward pass on CUDA in bytes (see `Measured.peak_bytes`)."""
         batch = [*tensors_of(self.inputs), self.labels]
         own = sum(storages([*self.model.parameters(), *self.model.buffers(), *batch]).values())
         torch.cuda.synchronize(self.device)

@@ -17,8 +17,8 @@ from efficient_ft.data.file_list import unreadable
 from efficient_ft.data.masks import UNKNOWN, Classes, Color
 from efficient_ft.data.text_rows import MARKS
 
-#: Names of class list files, in order of preference. Classes are read from the first existing file. If this file has no
-#: colors, the colors may be read from a later file.
+#: Names of class list files, in order of preference. Classes are read from the first existing file. If this file
+#: contains no colors, a later file may provide the colors.
 FILES = ("classes.txt", "label_colors.txt", "class_dict.csv", "labelmap.txt", "labels.txt", "class_names.txt")
 #: Names of entries that denote unlabeled pixels instead of a class.
 NO_CLASS = frozenset(
@@ -33,7 +33,7 @@ _HEX = re.compile(r"#[0-9a-fA-F]{6}")
 
 @dataclass(frozen=True)
 class Entry:
-    """A class, or an entry for unlabeled pixels (see `NO_CLASS`)."""
+    """An entry of a class list, which defines a class or denotes unlabeled pixels (see `NO_CLASS`)."""
 
     name: str  # class name
     id: int  # pixel value in masks that contain ids
@@ -41,7 +41,7 @@ class Entry:
 
     @property
     def is_class(self) -> bool:
-        """True unless the entry denotes unlabeled pixels."""
+        """Return True unless the entry denotes unlabeled pixels."""
         return is_class(self.name)
 
 
@@ -50,8 +50,8 @@ class ClassList:
     """The entries of a class list and their source."""
 
     entries: tuple[Entry, ...]  # entries, sorted by id
-    source: str  # name of the file or the setting
-    notes: tuple[str, ...] = ()  # facts that a user should know, one sentence each
+    source: str  # name of the file or setting that contains the entries
+    notes: tuple[str, ...] = ()  # notes for the user, one sentence each
 
 
 def is_class(name: str) -> bool:
@@ -76,12 +76,12 @@ def read_class_list(root: Path) -> ClassList | None:
                 return ClassList(entries, f"{chosen.source} and {other}", chosen.notes)
     if not present[1:]:
         return chosen
-    unused = f"Not used: {', '.join(present[1:])}. The classes are read from {present[0]}."
+    unused = f"The classes are read from {present[0]}. The following files are not used: {', '.join(present[1:])}."
     return replace(chosen, notes=(*chosen.notes, unused))
 
 
 def listed_names(names: Sequence[str], source: str) -> ClassList:
-    """Create a class list from names. The names are assigned the ids 0, 1, …
+    """Create a class list that assigns the ids 0, 1, … to names.
 
     Raise `UserError` if two names are equal or differ only in case.
     """
@@ -91,26 +91,28 @@ def listed_names(names: Sequence[str], source: str) -> ClassList:
 
 
 def parse_class_list(file: Path) -> ClassList:
-    """Read one class list. Raise `UserError` if the list is unreadable or ambiguous.
+    """Read a class list from a file. Raise `UserError` if the list is unreadable or ambiguous.
 
-    Each line has one of these forms: a name; an id and a name (``3: cell``); a name and a color (``sky 128 128 128``,
-    ``128 128 128 sky``, ``sky,#808080``); or an id, a name and a color. If the list contains no ids, its lines are
-    numbered 0, 1, … A line that begins with ``#`` is a comment, unless it begins with a color such as ``#808080``. A
-    ``#`` between two spaces also begins a comment.
+    Each line contains one of the following: a name; an id and a name (``3: cell``); a name and a color (``sky 128 128
+    128``, ``128 128 128 sky``, ``sky,#808080``); or an id, a name and a color. If the list contains no ids, its entries
+    are numbered consecutively, starting at 0. A line that begins with ``#`` is a comment, unless the line begins with a
+    color such as ``#808080``. A ``#`` that is surrounded by spaces also begins a comment.
     """
     place = printable(file)
     lines = _lines(file)
     parsed = [(number, _parse(text, f"{place}, line {number}")) for number, text in lines if text]
     if not parsed:
-        raise UserError(f"{place} contains no class. Write one class name per line, in the order of the ids 0, 1, …")
+        raise UserError(
+            f"The class list {place} contains no class. Write one class name per line, in the order of the ids 0, 1, …"
+        )
     kinds = {found[0] for _, found in parsed}
     entries, notes = _entries(parsed, kinds, place)
     if "id" not in kinds and "id color" not in kinds:
         empty = [number for number, text in lines if not text and number < parsed[-1][0]]
         if empty:
             raise UserError(
-                f"{place}, line {empty[0]} is empty, so the ids of the classes after this line are ambiguous."
-                " Remove the line, write 'void' for an id without a class, or begin each line with its id ('0 NAME')."
+                f"{place}: line {empty[0]} is empty, so the ids of the classes after this line are ambiguous."
+                " Remove the empty line, write 'void' if the id has no class, or begin each line with an id ('0 NAME')."
             )
     _refuse_equal(entries, place)
     return ClassList(tuple(sorted(entries, key=lambda entry: entry.id)), file.name, tuple(notes))
@@ -124,7 +126,7 @@ def _rgb(color: str | Color) -> Color:
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    """Return the lines of a file with their numbers. Empty lines are included; comments and the header are omitted."""
+    """Return the lines of a file with line numbers. Empty lines are included; comments and the header are omitted."""
     try:
         raw = file.read_bytes()
         mark, encoding = next(((mark, name) for mark, name in MARKS if raw.startswith(mark)), (b"", "utf-8"))
@@ -132,11 +134,13 @@ def _lines(file: Path) -> list[tuple[int, str]]:
             encoding = "utf-16-be" if raw[:1] == b"\0" else "utf-16-le"
         text = raw[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:
-        raise UserError(f"{printable(file)} is not UTF-8 ({error.reason}). Save it as UTF-8 or UTF-16.") from error
+        raise UserError(
+            f"The file {printable(file)} is not UTF-8 ({error.reason}). Save the file as UTF-8 or UTF-16."
+        ) from error
     except OSError as error:
         raise unreadable(file, error) from error
     if "\0" in text:
-        raise UserError(f"{printable(file)} is not a text file. Save it as UTF-8 or UTF-16.")
+        raise UserError(f"The file {printable(file)} is not a text file. Save the file as UTF-8 or UTF-16.")
     found: list[tuple[int, str]] = []
     for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), 1):
         stripped = re.sub(r"\s#\s.*$", "", unicodedata.normalize("NFC", line)).strip()
@@ -149,8 +153,8 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return found
 
 
-_Line = tuple[str, str, int | None, Color | None]  # a line's kind, name, id and color
-#: Descriptions of the kinds of lines, used in messages. In all kinds except "name id", the id precedes the name.
+_Line = tuple[str, str, int | None, Color | None]  # kind, name, id and color of a line
+#: Descriptions of the line kinds for messages. In every kind except "name id", the id precedes the name.
 _KINDS = {"name": "a name", "id": "an id and a name", "name id": "a name and a number", "number": "a number",
           "color": "a name and a color", "id color": "an id, a name and a color"}  # fmt: skip
 
@@ -185,37 +189,37 @@ def _parse(text: str, place: str) -> _Line:
         return ("name" if color is None else "color", name, None, color)
     if counts == (1, 0):
         return ("id" if color is None else "id color", name, first[0], color)
-    if counts == (1, 1) and color is None:  # a line such as '1 class 1'
+    if counts == (1, 1) and color is None:  # an id, and a name that ends with a number, such as '1 class 1'
         return ("id", _clean(rest), first[0], None)
     if counts == (0, 1):
-        plain = color is None and re.search(r"[,;:=|\t]\s*\d+$", text) is None  # 'class 1' may be a name
+        plain = color is None and re.search(r"[,;:=|\t]\s*\d+$", text) is None  # 'class 1' may be a name without an id
         return ("name id" if plain else "id" if color is None else "id color", name, last[0], color)
     if color is None and max(counts) < 3:
         return ("name", _clean(whole), None, None)
     raise UserError(
-        f"{place} is not a valid class: {plain_line(whole)}. Write 'NAME', 'ID NAME' ('3 sky'), 'NAME RED GREEN BLUE'"
-        " ('sky 128 128 128') or 'ID NAME RED GREEN BLUE'."
+        f"{place}: the entry {plain_line(whole)} is not a valid class. The supported formats are 'NAME', 'ID NAME'"
+        " ('3 sky'), 'NAME RED GREEN BLUE' ('sky 128 128 128') and 'ID NAME RED GREEN BLUE'."
     )
 
 
 def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -> tuple[list[Entry], list[str]]:
-    """Convert parsed lines to entries. Return the entries, and notes for the user.
+    """Convert parsed lines to entries, and return the entries and notes for the user.
 
-    Raise `UserError` if the lines have incompatible formats.
+    Raise `UserError` if the formats of the lines are incompatible.
     """
     rows = [row for _, row in parsed]
     names: list[str] | None = None
     if kinds == {"number"}:
         if [number for _, _, number, _ in rows] != list(range(len(rows))):
-            raise UserError(f"{place} has numbers without names. Write an id and a name on each line ('3 sky').")
+            raise UserError(f"{place} contains numbers without names. Write an id and a name on each line ('3 sky').")
         names = [name for _, name, _, _ in rows]
     elif kinds <= {"name", "name id", "number"}:
         stems, ids = {name.casefold() for _, name, _, _ in rows}, {number for _, _, number, _ in rows}
         if kinds == {"name id"} and len(stems) == len(ids) == len(rows) > 1:
-            kinds = {"id"}  # the numbers are ids, as in 'sky 0', and not parts of names, as in 'class 1'
+            kinds = {"id"}  # the numbers are ids ('sky 0') and not parts of names ('class 1')
         else:
             names = [f"{name} {number}" if kind == "name id" else name for kind, name, number, _ in rows]
-    elif kinds == {"id", "name"} and rows[0][0] == "name":  # a line such as '4 wheeler' in a list of names
+    elif kinds == {"id", "name"} and rows[0][0] == "name":  # the list contains names such as '4 wheeler'
         names = [name if kind == "name" else f"{number} {name}" for kind, name, number, _ in rows]
     if names is not None:
         return [Entry(name, number) for number, name in enumerate(names)], []
@@ -223,14 +227,14 @@ def _entries(parsed: Sequence[tuple[int, _Line]], kinds: set[str], place: str) -
         line, first = parsed[0]
         other, row = next((number, row) for number, row in parsed if row[0] != first[0])
         raise UserError(
-            f"{place}: line {line} has {_KINDS[first[0]]}, but line {other} has {_KINDS[row[0]]}"
-            f" ({plain_line(row[1])}). Use one format on all lines."
+            f"{place}: line {line} contains {_KINDS[first[0]]}, but line {other} contains {_KINDS[row[0]]}"
+            f" ({plain_line(row[1])}). Use the same format on all lines."
         )
     entries = [Entry(name, at if given is None else given, color) for at, (_, name, given, color) in enumerate(rows)]
     numbers = [entry.id for entry in entries]
     if not kinds & {"id", "id color"} or numbers == list(range(len(numbers))):
         return entries, []
-    return entries, [f"The class ids in {Path(place).name} are {min(numbers)} to {max(numbers)}."]
+    return entries, [f"The class ids in {Path(place).name} range from {min(numbers)} to {max(numbers)}."]
 
 
 def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
@@ -240,15 +244,15 @@ def _refuse_equal(entries: Sequence[Entry], place: str) -> None:
     for entry in entries:
         same = names.setdefault(entry.name.casefold(), entry)
         if same is not entry and entry.is_class:
-            why = "twice" if same.name == entry.name else f"and {same.name}, which differ only in case"
-            raise UserError(f"{place} lists {plain_line(entry.name)} {why}. Each class must have a unique name.")
+            why = "occurs twice" if same.name == entry.name else f"differs from {same.name} only in case"
+            raise UserError(f"{place}: the class {plain_line(entry.name)} {why}. Each class must have a unique name.")
         same = ids.setdefault(entry.id, entry)
         if same is not entry:
             raise UserError(
-                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each class needs its own id."
+                f"{place} assigns the id {entry.id} to both {same.name} and {entry.name}. Each id must be unique."
             )
         if entry.id >= 1 << 16:
-            raise UserError(f"{place}: ids must be below 65536, got {entry.id} for {plain_line(entry.name)}.")
+            raise UserError(f"{place}: ids must be less than 65536, got {entry.id} for {plain_line(entry.name)}.")
         if entry.color is not None:
             same = colors.setdefault(entry.color, entry)
             if same is not entry and (same.is_class or entry.is_class):
@@ -264,15 +268,15 @@ def _clean(name: str) -> str:
 
 
 #: Advice in the error message for a folder without a class list.
-ADVICE = "Create this file, set data.masks.classes=[NAME,…], or map the ids: data.masks.values={VALUE: NAME, …}."
+ADVICE = "Create classes.txt, set data.masks.classes=[NAME,…], or map the ids with data.masks.values={VALUE: NAME, …}."
 
 
 class NoClassListError(UserError):
-    """The error for a folder without a class list."""
+    """Error for a folder that contains no class list."""
 
 
 def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
-    """Return the classes of the masks in a folder, and notes for the user.
+    """Return the mask classes of a folder and notes for the user.
 
     Raise `NoClassListError` if there is no class list, `UserError` if the list is invalid or contains fewer than two
     classes, and `SettingError` if a setting is invalid.
@@ -297,10 +301,11 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     if len(names) < 2:
         hint = " List the background as well." if len(names) == 1 and is_class(names[0]) else ""
         raise UserError(
-            f"{place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at least two.{hint}"
+            f"The data set in {place} has {counted(len(names), 'class')} ({found.source}). Segmentation requires at"
+            f" least two classes.{hint}"
         )
     if len(names) > UNKNOWN:
-        raise UserError(f"{place} has {len(names)} classes, but at most 254 are supported.")
+        raise UserError(f"The data set in {place} has {len(names)} classes, but at most 254 classes are supported.")
     return _with_colors(classes, entries, settings), list(found.notes)
 
 
@@ -319,29 +324,29 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         # The names are sorted, so that the class ids do not depend on the order of the mapping.
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
-    has = f" Found: {', '.join(map(printable, others[:3]))}." if others else ""
+    has = f" The folder contains {', '.join(map(printable, others[:3]))}." if others else ""
     raise NoClassListError(
-        f"{printable(root.absolute())} has no classes.txt, which lists the class names in the order of the mask ids"
-        f" 0, 1, …, one per line.{has}"
+        f"The folder {printable(root.absolute())} has no classes.txt. This file must list the class names, one per"
+        f" line, in the order of the mask ids (0, 1, …).{has}"
     )
 
 
 def _colored(entries: list[Entry], colors: Mapping[str, Color]) -> list[Entry]:
     """Return the entries with the colors from `data.masks.colors`.
 
-    Names in this setting that denote unlabeled pixels are added if they have no entry.
+    Names in `data.masks.colors` that denote unlabeled pixels are added as entries if they are missing.
     """
     seen: dict[Color, str] = {}
     for name, color in colors.items():
         if seen.setdefault(color, name) != name and (is_class(name) or is_class(seen[color])):
-            advice = f"{seen[color]} and {name} have the same color."
-            raise SettingError("data.masks.colors", list(color), "a mapping to unique colors", advice)
+            advice = f"The names {seen[color]} and {name} have the same color."
+            raise SettingError("data.masks.colors", list(color), "a mapping from names to unique colors", advice)
     left = {name.strip().casefold(): color for name, color in colors.items()}
     found = []
     for entry in entries:
         own = left.pop(entry.name.casefold(), None if entry.is_class else entry.color)
         if own is None and entry.is_class:
-            known, advice = "a mapping with a color for each class", f"Add a color for {entry.name}."
+            known, advice = "a mapping with a color for each class", f"Add a color for the class {entry.name}."
             raise SettingError("data.masks.colors", list(colors), known, advice)
         found.append(replace(entry, color=own))
     free = max((entry.id for entry in entries), default=-1) + 1
@@ -373,7 +378,7 @@ def _by_values(entries: list[Entry], values: dict[int, str | int], settings: Mas
         if not entry.is_class:
             without.add(value)
         elif value in settings.ignored:
-            raise SettingError("data.masks.ignored", value, "none of the values in data.masks.values")
+            raise SettingError("data.masks.ignored", value, "a value that data.masks.values does not map to a class")
         elif entry.id not in ids:
             ids[entry.id] = value
         else:
@@ -381,8 +386,8 @@ def _by_values(entries: list[Entry], values: dict[int, str | int], settings: Mas
     lacking = [entry.name for entry in kept if entry.id not in ids]
     if lacking:
         rest = ", ".join(entry.name for entry in kept if entry.id in ids)
-        advice = f"Add {', '.join(lacking[:5])}, or list only the existing classes: data.masks.classes=[{rest}]."
-        raise SettingError("data.masks.values", values, "a mapping that gives each class a value", advice)
+        advice = f"Add {', '.join(lacking[:5])}, or list only the other classes with data.masks.classes=[{rest}]."
+        raise SettingError("data.masks.values", values, "a mapping with a value for each class", advice)
     ignored = frozenset(without | ({IGNORED} - ({*values} - without)))
     return Classes(tuple(known), tuple(ids[entry.id] for entry in kept), ignored, tuple(further), chosen=True)
 
@@ -394,7 +399,7 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
     if len(complete) < len(given) or settings.values is not None:
         if settings.palette == "color":
             advice = "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors."
-            known = "index or auto, since the classes have no colors"
+            known = "index or auto, because the classes have no colors"
             raise SettingError("data.masks.palette", "color", known, advice)
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}

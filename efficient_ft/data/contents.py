@@ -18,11 +18,11 @@ from efficient_ft.data.counts import some
 from efficient_ft.data.inspection import in_threads, spread
 from efficient_ft.data.listing import label_bytes, splits_of
 
-FILES = 2048  # maximum number of evenly spread files to hash per split; the first file of each class is also hashed
-#: Files of at most `_COMPLETE` bytes are hashed completely. Of larger files, `_PIECES` pieces of `_PIECE` bytes are
-#: hashed.
+FILES = 2048  # maximum number of evenly spaced files to hash per split; the first file of each class is also hashed
+#: Files of at most `_COMPLETE` bytes are hashed completely. For larger files, only `_PIECES` pieces of `_PIECE` bytes
+#: each are hashed.
 _COMPLETE, _PIECES, _PIECE = 1 << 20, 8, 1 << 15
-_BLOCKS = 256  # maximum number of blocks into which samples in memory are divided; each block has one hash
+_BLOCKS = 256  # maximum number of blocks into which samples in memory are divided; one hash is computed per block
 _DIGITS = 8  # number of hexadecimal digits of a hash
 
 
@@ -32,7 +32,7 @@ class Part:
 
     count: int  # number of samples
     names: Sequence[str]  # names of the entries, shown in messages
-    hashes: str = ""  # concatenated hashes of the entries; empty before `files` are read
+    hashes: str = ""  # concatenated hashes of the entries; empty until `files` have been read
     files: Sequence[str] = ()  # paths of the entries that must be read and hashed
 
 
@@ -52,25 +52,25 @@ class Contents:
         return {name: {"count": part.count, "hashes": part.hashes} for name, part in self.parts.items()}
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """Describe the parts that differ from an earlier result of `record`."""
+        """Return a description of each part that differs from `before`, an earlier result of `record`."""
         found = []
         for name in dict.fromkeys([*before, *self.parts]):
             old, part = before.get(name, {"count": 0, "hashes": ""}), self.parts.get(name, Part(0, ()))
             if old["count"] != part.count:
-                found.append(f"{name}: {old['count']:,} then, {part.count:,} now")
+                found.append(f"{name}: the number of entries changed from {old['count']:,} to {part.count:,}")
             elif old["hashes"] != part.hashes:
                 blocks = [slice(start, start + _DIGITS) for start in range(0, len(part.hashes), _DIGITS)]
                 pairs = zip(part.names, blocks, strict=True)
                 differ = [entry for entry, block in pairs if old["hashes"][block] != part.hashes[block]]
                 examples = f" ({some(differ, 3)})" if differ else ""
-                found.append(f"{name}: {len(differ):,} of {len(part.names):,} changed{examples}")
+                found.append(f"{name}: {len(differ):,} of {len(part.names):,} entries changed{examples}")
         return found
 
 
 def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
-    """Select the entries of a listing that will be hashed, and hash those that are in memory.
+    """Select the entries of a listing to hash, and hash the entries that are in memory.
 
-    Files are not read before `Contents.read` is called. File names in messages are relative to `root`.
+    Files are read only when `Contents.read` is called. File names in messages are relative to `root`.
     """
     classes = getattr(listing, "classes", None) or listing.class_names
     names = list(getattr(classes, "names", classes))
@@ -100,7 +100,7 @@ def files_contents(part: str, paths: Sequence[Path]) -> Contents:
 
 
 def joined(parts: Mapping[str, Contents]) -> Contents:
-    """Combine several `Contents`, and prefix the names of their parts with the keys of `parts`."""
+    """Combine the values of `parts` into one `Contents`. The keys of `parts` are used as prefixes of the part names."""
     return Contents({f"{prefix}{name}": part for prefix, one in parts.items() for name, part in one.parts.items()})
 
 

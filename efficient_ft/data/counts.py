@@ -1,4 +1,4 @@
-"""Phrases for messages: counts with nouns, verb forms, and lists of names."""
+"""Functions that format counts, verb forms and lists of names for messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from efficient_ft.core.text import printable
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number with a noun: ``1 text``, ``2,000 texts``, ``3 classes``."""
+    """Format a number with a noun, for example ``1 text``, ``2,000 texts`` or ``3 classes``."""
     return f"{count:,} {noun}{'' if count == 1 else 'es' if noun.endswith(('s', 'x')) else 's'}"
 
 
@@ -23,7 +23,7 @@ def and_more(count: int, noun: str = "") -> str:
 
 
 def some(names: Sequence[str], count: int = 6) -> str:
-    """Join the first `count` names with commas, and append the number of the remaining names."""
+    """Join the first `count` names with commas, and append the number of remaining names."""
     return ", ".join(printable(name) for name in names[:count]) + and_more(len(names) - count)
 
 

@@ -1,8 +1,8 @@
 """Handwritten digits: a small data set of real images that requires no download.
 
 ``digits.npz`` contains the test set of *Optical Recognition of Handwritten Digits* (E. Alpaydin, C. Kaynak, UCI Machine
-Learning Repository, 1998, https://doi.org/10.24432/C50P49), licensed under CC BY 4.0: 1,797 images of 8×8 pixels. The
-values are identical to ``sklearn.datasets.load_digits``. See NOTICE.
+Learning Repository, 1998, https://doi.org/10.24432/C50P49), licensed under CC BY 4.0. The test set contains 1,797
+images of 8×8 pixels, with the same values as in ``sklearn.datasets.load_digits``. See NOTICE.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load_digits() -> tuple[np.ndarray, np.ndarray]:
 
 
 def read_digits() -> Listing:
-    """List the digits as RGB images with values from 0 to 255. A fifth of each class is used as the test set."""
+    """List the digits as RGB images with values from 0 to 255. One fifth of each class is held out for testing."""
     images, labels = load_digits()
     gray = (images * (255 / 16)).round().astype(np.uint8)
     train, test = hold_out_test(Samples(np.repeat(gray[..., None], 3, axis=-1), labels))

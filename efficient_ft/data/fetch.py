@@ -21,20 +21,20 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.network import open_url, reason_of
 
-STALL_SECONDS = 30.0  # a download that receives no data for this time fails
+STALL_SECONDS = 30.0  # a download fails if no data is received for this number of seconds
 
 State = Literal["ready", "packed", "partial", "absent", "broken"]
 
 
 @dataclass(frozen=True)
 class Archive:
-    """A file of a published data set. It may be an archive that must be unpacked."""
+    """A file of a published data set. The file may be an archive that must be unpacked."""
 
     path: str  # path of the file, relative to the root folder
     unpacks: str | None = None  # unpacked folder, relative to the root, or None if the file is not an archive
     url: str | None = None  # URL of the file, or None if it cannot be downloaded
     md5: str | None = None  # checksum of the file, or None if the publisher provides no checksum
-    size: int | None = None  # size in bytes; a shorter file is an interrupted download
+    size: int | None = None  # size in bytes; a smaller file is considered an interrupted download
     contents: tuple[str, ...] = ()  # paths that must exist, relative to the unpacked folder
 
     def state(self, root: Path) -> State:
@@ -42,8 +42,8 @@ class Archive:
 
         Returns:
             ``ready`` if the files can be read; ``packed`` if the archive must be unpacked; ``partial`` if the file is
-            too short or its checksum differs; ``absent`` if the file does not exist; ``broken`` if the unpacked folder
-            lacks contents.
+            too small or has a different checksum; ``absent`` if the file does not exist; ``broken`` if the unpacked
+            folder is incomplete.
         """
         if self.unpacks is not None and _has_entries(root / self.unpacks):
             return "broken" if self.lacks(root) else "ready"
@@ -61,10 +61,7 @@ class Archive:
         return [name for name in self.contents if not (root / str(self.unpacks) / name).exists()]
 
     def describe(self, root: Path) -> str:
-        """Return one line with the expected location of the file or folder.
-
-        If files are incomplete or damaged, the line states this.
-        """
+        """Return one line with the expected location of the file or folder. The line reports damaged files."""
         line = str((root / self.path).absolute())
         if self.size is not None:
             line += f" ({format_bytes(self.size)})"
@@ -74,9 +71,9 @@ class Archive:
                 line += f" with {', '.join(self.contents)}"
         state = self.state(root)
         if state == "broken":
-            line += f" [the folder exists but lacks {', '.join(self.lacks(root))}]"
+            line += f" [the folder exists, but does not contain {', '.join(self.lacks(root))}]"
         if state == "partial":
-            line += f" [{format_bytes((root / self.path).stat().st_size)} are present; incomplete or damaged]"
+            line += f" [the existing file ({format_bytes((root / self.path).stat().st_size)}) is incomplete or damaged]"
         return line
 
 
@@ -84,7 +81,7 @@ def fetch(archives: Sequence[Archive], root: Path) -> None:
     """Download, verify and unpack all archives that are not ``ready``.
 
     Raises:
-        UserError: If a download fails or stops early, a checksum differs, or the disk is full or not writable.
+        UserError: If a download fails or is interrupted, a checksum differs, or the disk is full or not writable.
     """
     for archive in archives:
         state = archive.state(root)
@@ -100,14 +97,15 @@ def fetch(archives: Sequence[Archive], root: Path) -> None:
 
 
 def _download(archive: Archive, root: Path) -> None:
-    assert archive.url is not None, "the caller only requests archives with a URL"
+    assert archive.url is not None, "an archive without a URL cannot be downloaded"
     target = root / archive.path
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if archive.size is not None and free < 2 * archive.size:
         raise UserError(
-            f"{target.parent.absolute()} has {format_bytes(free)} free, but {target.name} requires about "
-            f"{format_bytes(2 * archive.size)} while it is unpacked. Choose a different folder with data.root=DIR."
+            f"The folder {target.parent.absolute()} has {format_bytes(free)} of free space, but unpacking "
+            f"{target.name} requires about {format_bytes(2 * archive.size)}. Choose a different folder with "
+            "data.root=DIR."
         )
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".part", dir=target.parent) as scratch:
         part = Path(scratch) / target.name
@@ -127,7 +125,7 @@ def _download(archive: Archive, root: Path) -> None:
             )
         if not check_integrity(part, archive.md5):
             raise UserError(
-                f"{archive.url} does not have the expected checksum (md5 {archive.md5}); the download was deleted. "
+                f"The download of {archive.url} was deleted, because the MD5 checksum is not {archive.md5}. "
                 f"Run the command again, or copy the original file to {target.absolute()}."
             )
         os.replace(part, target)
@@ -138,24 +136,25 @@ def _unpack(archive: Archive, root: Path) -> None:
     packed, target = root / archive.path, root / archive.unpacks
     if not check_integrity(packed, archive.md5):
         raise UserError(
-            f"{packed.absolute()} is damaged or is not the original file (its md5 differs from {archive.md5}). "
+            f"The file {packed.absolute()} is damaged or modified: the MD5 checksum is not {archive.md5}. "
             "Delete the file and run the command again, or replace it with the original file."
         )
     # Unpack into a temporary folder and rename it, so that interrupted unpacking leaves no incomplete data set.
     with tempfile.TemporaryDirectory(prefix=".unpacking-", dir=target.parent) as scratch:
         try:
-            # The filter rejects links and paths that lead out of the folder. It is supported only for .tar files.
+            # The filter, which is supported only for .tar files, rejects links and paths that lead out of the folder.
             shutil.unpack_archive(packed, scratch, filter=None if packed.suffix == ".zip" else "data")
         except (EOFError, tarfile.TarError, zipfile.BadZipFile, shutil.ReadError, zlib.error) as error:
             raise UserError(
-                f"{packed.absolute()} cannot be unpacked ({error}). It is incomplete or damaged. Replace the file."
+                f"The archive {packed.absolute()} cannot be unpacked ({error}). The archive is incomplete or damaged. "
+                "Replace the archive."
             ) from error
         made = Path(scratch) / target.name
         if not made.is_dir():
             found = ", ".join(sorted(p.name for p in Path(scratch).iterdir())[:5]) or "nothing"
             raise UserError(
-                f"{packed.absolute()} does not contain the folder {target.name}/ (it contains {found}). "
-                "Replace it with the original archive."
+                f"The archive {packed.absolute()} contains {found} instead of the folder {target.name}/. "
+                "Replace the archive with the original file."
             )
         if target.is_dir() and not _has_entries(target):
             target.rmdir()

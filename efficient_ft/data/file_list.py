@@ -15,7 +15,7 @@ from efficient_ft.data.counts import some
 
 def unreadable(path: str | Path, error: OSError) -> UserError:
     """Return the error for a file or folder that cannot be read."""
-    return UserError(f"{printable(path)} cannot be read ({error.strerror}). Check its permissions.")
+    return UserError(f"The path {printable(path)} cannot be read ({error.strerror}). Check the permissions.")
 
 
 def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:
@@ -33,15 +33,15 @@ def is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 class FileList:
-    """List the files below the folders of a data set, and record ignored entries.
+    """Utility class that lists the files below the folders of a data set and records ignored entries.
 
-    A link to a file in one of the `listed` folders is ignored, because the file would be counted twice or belong to two
+    Links to files in the `listed` folders are ignored, because these files would be counted twice or belong to two
     classes. Links to files outside of `root` are followed only if `follow_links` is True.
 
     Attributes:
-        links: links to folders. They are ignored, because they may form a cycle or lead to another class.
-        special: pipes, sockets, devices and broken links. They are ignored.
-        again: links to files in the `listed` folders. They are ignored.
+        links: ignored links to folders, which may form a cycle or lead to another class.
+        special: ignored pipes, sockets, devices and broken links.
+        again: ignored links to files in the `listed` folders.
         outside: followed links to files outside of `root`.
     """
 
@@ -66,7 +66,7 @@ class FileList:
             for entry in visible_entries(waiting.pop()):
                 try:
                     is_file = entry.is_file()
-                except OSError:  # raised for a link to itself
+                except OSError:  # raised for a link that points to itself
                     self.special.append(entry.path)
                     continue
                 if is_file:
@@ -81,7 +81,7 @@ class FileList:
         return sorted(files)
 
     def _counts(self, link: str) -> bool:
-        """Return True if a link to a file counts as a file of the data set."""
+        """Return True if the target of a link is counted as a file of the data set."""
         target = os.path.join(os.path.dirname(link), os.readlink(link))
         if os.path.islink(target):
             target = os.path.realpath(target)
@@ -123,8 +123,8 @@ def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> N
         if folder not in links:
             if not _within(os.path.normpath(folder), written):
                 raise UserError(
-                    f"The lists in {printable(root)} contain {printable(path)}, which is outside of this folder. Remove"
-                    " such lines, or copy the complete data set to this folder."
+                    f"The file lists in {printable(root)} contain the path {printable(path)}, which is outside of this"
+                    " folder. Remove the path from the lists, or copy the complete data set to this folder."
                 )
             if not follow_links and not _within(os.path.realpath(folder), top):
                 raise _outside(folder, root)
@@ -139,10 +139,10 @@ def _within(path: str, folder: str) -> bool:
 
 
 def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str]:
-    """Return a sentence for each path in `places` that is a link to a target outside of the data set.
+    """Return one sentence for each path in `places` that is a link to a target outside of the data set.
 
-    Raise `UserError` if there is such a link and `follow_links` is False, or if a link leads to a folder inside or
-    above `root`.
+    Raise `UserError` if a link leads out of the data set and `follow_links` is False, or if a link leads to a folder
+    inside or above `root`.
     """
     notes = []
     top = Path(os.path.realpath(root))
@@ -153,11 +153,11 @@ def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str
         if target == top or top in target.parents or target in top.parents:
             if target.is_dir():
                 raise UserError(
-                    f"{printable(place)} is a link to {printable(target)}, which is inside or above the data set. Its"
-                    " files would belong to two classes or splits. Remove the link."
+                    f"The path {printable(place)} is a link to {printable(target)}, which is inside or above the data"
+                    " set. The linked files would belong to two classes or splits. Remove the link."
                 )
         elif follow_links:
-            notes.append(f"The link {printable(place)} is followed to {printable(target)}.")
+            notes.append(f"The link from {printable(place)} to {printable(target)} is followed.")
         else:
             raise _outside(place, root)
     return notes
@@ -165,8 +165,8 @@ def links_in(places: Iterable[Path], root: Path, follow_links: bool) -> list[str
 
 def _outside(link: str | Path, root: str | Path) -> UserError:
     return UserError(
-        f"{printable(link)} is a link to {printable(os.path.realpath(link))}, outside of {printable(root)}. Set"
-        " data.follow_links=true to follow such links, or remove the link."
+        f"The path {printable(link)} is a link to {printable(os.path.realpath(link))}, which is outside of"
+        f" {printable(root)}. Set data.follow_links=true to follow such links, or remove the link."
     )
 
 
@@ -178,15 +178,15 @@ _SYSTEM = frozenset(
 
 
 def is_hidden(name: str) -> bool:
-    """Return True for hidden files, Office lock files, and files of the operating system."""
+    """Return True for the names of hidden files, Office lock files, and files of the operating system."""
     return name.startswith((".", "~$")) or name in _SYSTEM
 
 
 class Paths:
     """An immutable sequence of file paths, stored in a few arrays.
 
-    One million paths occupy about 30 MB, one fifth of the memory of a list. Worker processes share the arrays. A list
-    would be copied, because reading a Python object changes its reference count.
+    One million paths occupy about 30 MB, which is one fifth of the memory of a list. The arrays are shared by all
+    worker processes, whereas a list would be copied, because reading a Python object changes its reference count.
     """
 
     def __init__(self, paths: Iterable[str] = ()) -> None:
@@ -196,7 +196,7 @@ class Paths:
             cut = path.rfind(os.sep) + 1
             folder.append(folders.setdefault(path[:cut], len(folders)))
             names.append(os.fsencode(path[cut:]))
-        #: Folders with a trailing separator, and the index of the folder of each path.
+        #: Folders with a trailing separator, and the folder index of each path.
         self._folders: Sequence[str] = list(folders)
         self._folder = np.asarray(folder, dtype=np.int32)
         #: Concatenated bytes of all file names, and the offset and length of each name.

@@ -1,4 +1,4 @@
-"""Read a user's own images from class folders."""
+"""Read the user's images from class folders."""
 
 from __future__ import annotations
 
@@ -20,28 +20,29 @@ from efficient_ft.data.splits import Chosen, Split, show
 
 _Places = Mapping[Split, Sequence[Path]]
 _EXTENSIONS = f"Supported extensions: {' '.join(EXTENSIONS)}."
-#: Advice in the error message for folders in the layout of YOLO.
-_YOLO = "images/ with labels/ is an export for object detection. Export the data with one folder per class. "
+#: Advice in the error message for folders in the YOLO layout.
+_YOLO = "images/ and labels/ contain data for object detection. Export the data with one folder per class. "
 
 
 def missing_folder(root: Path) -> str | None:
-    """Return the error message if `root` is not a folder, otherwise None."""
+    """Return an error message if `root` is not a folder, or None if it is a folder."""
     if root.is_dir():
         return None
     state = "is a file" if root.exists() else "does not exist"
     packed = root.exists() and root.suffix.lower() in (".zip", ".tar", ".gz", ".tgz", ".7z", ".rar", ".bz2", ".xz")
-    unpack = " Unpack the archive, and pass the folder." if packed else ""
+    unpack = " Unpack the archive and pass the unpacked folder." if packed else ""
     return (
-        f"data.root must be a folder of images, got {root} ({root.absolute()} {state}).{unpack} Expected layout: "
-        "DIR/train/CLASS/*.jpg with DIR/val/CLASS/*.jpg or DIR/test/CLASS/*.jpg, or DIR/CLASS/*.jpg (one fifth is then "
-        "held out for testing). Or use data=digits, which needs no files."
+        f"data.root must be a folder of images, got {root} ({root.absolute()} {state}).{unpack} The expected "
+        "layout is DIR/train/CLASS/*.jpg with DIR/val/CLASS/*.jpg or DIR/test/CLASS/*.jpg. In the layout "
+        "DIR/CLASS/*.jpg, one fifth of the images is held out for testing. Alternatively, use data=digits, which "
+        "requires no files."
     )
 
 
 def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool = False) -> int | None:
-    """Return the number of training classes, or None if there are none or the layout is ambiguous.
+    """Return the number of training classes, or None if there are no classes or the layout is ambiguous.
 
-    Class folders are counted without opening an image.
+    Class folders are counted without opening any image.
     """
     if not root.is_dir():
         return None
@@ -55,14 +56,14 @@ def folder_classes(root: Path, splits: Chosen | None = None, follow_links: bool 
 def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = None) -> Listing:
     """List the images below `root`.
 
-    Two layouts are supported: ``train/CLASS`` with ``val/CLASS`` or ``test/CLASS`` (or both), and ``CLASS`` alone.
-    Splits are recognized by common spellings of their names, or specified by ``data.splits``. If there is neither a
-    validation nor a test split, one fifth of every class is held out for testing. The held-out images are the same for
-    every seed. Class folders may contain images at any depth. Hidden files are ignored. Other unused files are counted
-    in `Listing.left_out`.
+    The images must be in ``train/CLASS`` and in ``val/CLASS`` or ``test/CLASS`` (or both), or only in ``CLASS``. Splits
+    are recognized by common spellings of their names, or specified by ``data.splits``. If there is neither a validation
+    nor a test split, one fifth of every class is held out for testing. The held-out images are the same for every seed.
+    Class folders may contain images at any depth. Hidden files are ignored. Other unused files are counted in
+    `Listing.left_out`.
 
     Args:
-        root: folder of the data set. It may be a link.
+        root: folder of the data set, or a link to this folder.
         follow_links: if True, follow links that lead out of `root`, and list these links in the notes.
         splits: folders of each split, as in ``data.splits``, or None to recognize the splits by name.
 
@@ -82,11 +83,11 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     for place in dict.fromkeys((root, *tops)):
         lost = sorted(one.path for one in os.scandir(place) if one.is_symlink() and not os.path.exists(one.path))
         if lost:
-            notes.append(f"Ignored broken links: {some(lost, 1)}.")
+            notes.append(f"Broken links are ignored: {some(lost, 1)}.")
     notes += layout.notes
     empty = [folder.name for folder in layout.unused if not folder.total or folder.link]
     if empty:
-        notes.append(f"Not used: {some(empty)} in {printable(root)}.")
+        notes.append(f"The following folders in {printable(root)} are not used: {some(empty)}.")
     files = FileList(root, classes, follow_links)
     others = Counter[str]()
     origins: dict[str, str] = {
@@ -98,7 +99,8 @@ def read_folder(root: Path, follow_links: bool = False, splits: Chosen | None = 
     notes += files.notes(root)
     if val is not None and test is None:
         notes.append(
-            f"There is no test split. The best epoch is selected and the accuracy is reported on {origins['val']}."
+            f"There is no test split. The images in {origins['val']} are used to select the best epoch and to report"
+            " the accuracy."
         )
     elif test is None:
         train, test = hold_out_test(train)
@@ -113,7 +115,7 @@ def _scan_split(places: Sequence[Path], files: FileList) -> tuple[dict[str, Path
         names = sorted(entry.name for entry in visible_entries(place) if is_folder(entry))
         for name, count in Counter(map(class_name, names)).items():
             if count > 1:
-                raise UserError(f"{place.absolute()} has two folders for the class {name!r}. Merge them.")
+                raise UserError(f"{place.absolute()} contains two folders for the class {name!r}. Merge these folders.")
         for name in names:
             classes.setdefault(class_name(name), []).append(place / name)
     images, others = {}, Counter[str]()
@@ -134,28 +136,31 @@ def _scan_train(
     found, ignored = _scan_split(places, files)
     if not any(found.values()):
         raise UserError(
-            f"{where} has no class folders with images. Expected layout: CLASS/*.jpg, one folder per class. "
-            f"{_EXTENSIONS}{_other_files(ignored)}"
+            f"There are no class folders with images in {where}. The expected layout is CLASS/*.jpg, with one folder "
+            f"per class. {_EXTENSIONS}{_other_files(ignored)}"
         )
     empty = [repr(name) for name, paths in found.items() if not paths]
     if empty:
         yolo = _YOLO if {name.casefold() for name in found} == {"images", "labels"} else ""
         raise UserError(
-            f"{where} has class folders without images: {some(empty, 5)}. Add images or remove the folders. {yolo}"
+            f"The following class folders in {where} contain no images: {some(empty, 5)}. Add images or remove the "
+            f"folders. {yolo}"
             f"{_EXTENSIONS}{_other_files(ignored)}"
         )
     names = list(found)
     if len(names) == 1:
         raise UserError(
-            f"{where} has only one class, {names[0]!r}, with {counted(len(found[names[0]]), 'image')}. At least two are"
-            f" required, each in its own folder.{labels_hint([*places, *(place / names[0] for place in places)])}"
+            f"The training split in {where} has only one class, {names[0]!r}, with"
+            f" {counted(len(found[names[0]]), 'image')}. At least two classes are required, each in a separate folder."
+            f"{labels_hint([*places, *(place / names[0] for place in places)])}"
         )
     single = [repr(name) for name in names if len(found[name]) == 1]
     if single:
         raise UserError(
-            f"{some(single, 5)} of the {len(names)} classes in {where} {verb(len(single))} a single training image"
-            f" ({sum(map(len, found.values())):,} images in total). Each class needs at least two. Add images, remove"
-            f" the {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another class."
+            f"Of the {len(names)} classes in {where}, {some(single, 5)} {verb(len(single))} a single training image"
+            f" ({sum(map(len, found.values())):,} images in total). Each class needs at least two images. Add images,"
+            f" remove the {verb(len(single), 'folder', 'folders')} from all splits, or move the images to another"
+            " class."
         )
     others.update(ignored)
     alike: dict[str, list[str]] = defaultdict(list)
@@ -164,8 +169,8 @@ def _scan_train(
     for same in alike.values():
         if len(same) > 1:
             notes.append(
-                f"Class names differ only in case or spaces: {', '.join(same)}. They are trained as separate classes."
-                " If they are one class, merge the folders."
+                f"The following class names differ only in case or spaces: {', '.join(same)}. These names are trained"
+                " as separate classes. If the names denote the same class, merge the folders."
             )
     return names, _samples(found, names)
 
@@ -188,17 +193,17 @@ def _scan_eval(
     unknown = {name: len(paths) for name, paths in found.items() if paths and name not in known}
     if unknown:
         first = next(iter(unknown))
-        near = next((f" It differs from {one!r} only in case or spaces." for one in names
+        near = next((f" The class {first!r} differs from {one!r} only in case or spaces." for one in names
                      if same_class(one) == same_class(first)), did_you_mean(first, names))  # fmt: skip
         rest: Chosen = {s: [os.path.relpath(place, root) for place in of] for s, of in splits.items() if s != split}
         raise UserError(
-            f"{where} contains classes that are not in the training split: {some(list(map(repr, unknown)), 5)} "
-            f"({counted(sum(unknown.values()), 'image')}).{near} All splits must have the same class folders. To"
-            f" exclude this split: 'data.splits={show(rest)}'."
+            f"The split in {where} contains classes that are not in the training split: "
+            f"{some(list(map(repr, unknown)), 5)} ({counted(sum(unknown.values()), 'image')}).{near} All splits must"
+            f" have the same class folders. To exclude this split, set 'data.splits={show(rest)}'."
         )
     found = {name: paths for name, paths in found.items() if paths}
     if not found:
-        raise UserError(f"{where} has no images in class folders. {_EXTENSIONS}{_other_files(ignored)}")
+        raise UserError(f"There are no images in class folders in {where}. {_EXTENSIONS}{_other_files(ignored)}")
     others.update(ignored)
     return _samples(found, names)
 

@@ -29,13 +29,13 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     """A data set of labeled images that is ready for training and evaluation.
 
     Args:
-        listing: lists of the images of each split.
+        listing: listing of the images of each split.
         config: the `data` section of the configuration.
         input: input size, normalization and interpolation of the network.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
-        transform_eval: transform for evaluation. It converts a PIL image or a path to a float32 tensor (C, H, W).
+        transform_eval: transform for evaluation, which converts a PIL image or a path to a float32 tensor (C, H, W).
 
     Raises:
         SettingError: If a setting is incompatible with the data set.
@@ -58,13 +58,13 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         self._parts = self._split(listing)
         count = len(self._parts["train"])
         if count < config.batch_size:
-            limit = f"fewer than data.batch_size={config.batch_size}"
+            limit = f"which are fewer than data.batch_size={config.batch_size}"
             self._notes.append(f"Each batch contains all {count} training images, {limit}.")
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
         parts: dict[str, Samples] = splits_of(listing)
         recipe = self._config.train_on_val and listing.recipe_trains_on_val
-        if self.best_split == "test" and recipe and "val" in parts:  # `val` is not needed to select the best epoch
+        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
             parts["train"] = parts["train"].join(parts.pop("val"))
         return self._choose_splits(parts, stratified_split)
 
@@ -79,7 +79,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
                 parts[name] = part.take(np.asarray(left, dtype=np.int64))
         labels = set(np.unique(parts["train"].labels).tolist())
         gone = [repr(name) for label, name in enumerate(listing.class_names) if label not in labels]
-        skip = "(data.on_corrupt=skip). Replace its files."
+        skip = "(data.on_corrupt=skip). Replace the unreadable files."
         if gone:
             raise UserError(f"The class {gone[0]} has no readable training image {skip}")
         for name, part in parts.items():
@@ -100,7 +100,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         found = self._headers(("train",) if training else ("val", "test"), transform.resize_size)
         decode = max((one.decode_bytes for one in found), default=0)
         size = transform.input.image_size
-        kept = 4 * math.prod(transform.resize_size or size)  # bytes per resized image or crop
+        kept = 4 * math.prod(transform.resize_size or size)  # number of bytes of a resized image or crop
         return Reading(size, decode + kept, kept, 6 * math.prod(size), largest_file(found))
 
     def inspection_bytes(self) -> int:
@@ -128,8 +128,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         """Keep decoded images on disk for a run of `epochs` epochs.
 
         The training images and the images on which the best epoch is selected are kept if `data.keep_decoded` and the
-        free space permit this. A note reports the result. If ``data.keep_decoded=on``, raise `SettingError` if the
-        images are not resized to one size, or if there is not enough space.
+        free space permit this. A note in the report states whether the images are kept. If ``data.keep_decoded=on``,
+        raise `SettingError` if the images are not resized to one size, or if there is not enough space.
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}
@@ -138,7 +138,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             return
         if any(transforms[split].resized_shape is None for split in files):
             if on:
-                raise SettingError("data.augment.resize", "none", "input, or a size, with data.keep_decoded=on")
+                raise SettingError("data.augment.resize", "none", "input or a size if data.keep_decoded=on")
             return
         stores = {split: DecodedImages(Path(config.decoded_folder), files[split], transforms[split]) for split in files}
         sizes = {store.folder: store.bytes for store in stores.values()}
@@ -151,6 +151,6 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             return
         self._decoded = stores
         self._notes.append(
-            "Decoded images are kept for later epochs and runs (data.keep_decoded):"
-            f" {format_bytes(sum(sizes.values()))} in {config.decoded_folder}, which may be deleted at any time."
+            "Decoded images are kept for later epochs and runs (data.keep_decoded). The folder"
+            f" {config.decoded_folder} ({format_bytes(sum(sizes.values()))}) may be deleted at any time."
         )

@@ -19,15 +19,14 @@ from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 
-#: Pillow's names of the formats that every build of Pillow can read. Formats that are neither listed here nor in
-#: `_FURTHER` are not opened, because Pillow runs external programs for some formats, such as Ghostscript for
-#: PostScript.
+#: Pillow's names of the formats that every build of Pillow can read. Only these formats and the formats in `_FURTHER`
+#: are opened, because Pillow runs external programs for some other formats (for example, Ghostscript for PostScript).
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 for _format in FORMATS:
     importlib.import_module(f"PIL.{_format.title().replace('Webp', 'WebP')}ImagePlugin")
 
-#: Formats that require a certain build of Pillow or an additional package. Each value contains the name of the format
-#: in Pillow, the module that reads it, installation advice, and the file extensions.
+#: Formats that require a certain build of Pillow or an additional package. Each value contains Pillow's name of the
+#: format, the module that reads the format, installation instructions, and the file extensions.
 _FURTHER = {
     "AVIF": ("AVIF", "PIL.AvifImagePlugin", "pip install 'pillow>=11.3'", ".avif"),
     "JPEG 2000": ("JPEG2000", "PIL.Jpeg2KImagePlugin", "install a Pillow with OpenJPEG", ".jp2 .j2k .j2c .jpf .jpx"),
@@ -47,7 +46,7 @@ def _is_available(kind: str) -> bool:
 _ALWAYS = {".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 #: Extensions of the supported image formats.
 EXTENSIONS = tuple(sorted(_ALWAYS.union(*(one[3].split() for kind, one in _FURTHER.items() if _is_available(kind)))))
-#: Extensions of unsupported image and array formats. Messages advise users to convert such files.
+#: Extensions of unsupported image and array formats. Messages advise users to convert files with these extensions.
 _CONVERT = (
     ".arw", ".cr2", ".cr3", ".dcm", ".dng", ".eps", ".exr", ".fits", ".h5", ".hdf5", ".hdr", ".ico", ".mat", ".nef",
     ".nii", ".npy", ".npz", ".nrrd", ".orf", ".pdf", ".pfm", ".psd", ".raf", ".raw", ".rw2", ".svg", ".tga", ".zarr",
@@ -71,7 +70,8 @@ class Decoding:
     Gray values outside of `value_range` are clipped. Images with more than `max_pixels` pixels are rejected.
     """
 
-    #: For gray images with more than 8 bits, the values (low, high) that map to black and white. None means (0, 65535).
+    #: Gray values (low, high) that are mapped to black and white in images with more than 8 bits. The default is the
+    #: range (0, 65535).
     value_range: tuple[float, float] | None = None
     max_pixels: int = MAX_PIXELS
 
@@ -79,20 +79,20 @@ class Decoding:
 def read_image(
     path: str | os.PathLike[str], target_size: tuple[int, int] | None = None, decoding: Decoding | None = None
 ) -> Image.Image:
-    """Read an image file as upright RGB.
+    """Read an image file, and return an upright RGB image.
 
-    The EXIF orientation is applied, and transparent images are composited over white. Gray values with more than 8 bits
-    are scaled to 8 bits. Only the first frame of an animation is read.
+    The EXIF orientation is applied, and transparent images are composited over a white background. Gray values with
+    more than 8 bits are scaled to 8 bits. Only the first frame of an animation is read.
 
     Args:
         path: path of the file.
-        target_size: (height, width) to which the image will be resized, or None. JPEG files of at least four times this
-            size are decoded at reduced resolution, but at no less than twice `target_size`.
+        target_size: (height, width) to which the image will be resized, or None. JPEG files that are at least four
+            times as large as `target_size` are decoded at a reduced resolution of at least twice `target_size`.
         decoding: value range and size limit, or None for the defaults.
 
     Raises:
-        UserError: If the file is missing, unreadable, truncated, too large or not an image. The message begins with the
-            path.
+        UserError: If the file is missing, unreadable, truncated, too large or not an image. The error message begins
+            with the path.
     """
     with opened(path, decoding) as image:
         reduce_resolution(image, target_size)
@@ -100,7 +100,7 @@ def read_image(
 
 
 def reduce_resolution(image: Image.Image, target_size: tuple[int, int] | None) -> None:
-    """Configure an opened JPEG file to be decoded at reduced resolution, but at no less than twice `target_size`."""
+    """Configure an opened JPEG file to be decoded at a reduced resolution of at least twice `target_size`."""
     if target_size is not None:
         side = 2 * max(target_size)
         image.draft(None, (side, side))
@@ -119,8 +119,9 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
             pixels = image.width * image.height
             if pixels > limit:
                 raise UserError(
-                    f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, more than"
-                    f" data.max_pixels={limit}. Set data.max_pixels={pixels} if this is intended, or resize the image."
+                    f"{printable(path)}: the image has {image.width}×{image.height} = {pixels:,} pixels, which is more"
+                    f" than data.max_pixels={limit}. Set data.max_pixels={pixels} if this size is intended, or resize"
+                    " the image."
                 )
             if Image.MAX_IMAGE_PIXELS is not None and limit > Image.MAX_IMAGE_PIXELS:
                 Image.MAX_IMAGE_PIXELS = limit  # Pillow also applies its limit to crops
@@ -129,24 +130,26 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
         raise
     except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
         reason = str(error).replace(repr(os.fspath(path)), "it") or type(error).__name__
-        raise UserError(f"{printable(path)}: not readable as an image ({reason}).") from error
+        raise UserError(f"{printable(path)}: the file is not readable as an image ({reason}).") from error
 
 
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
-    """Decode an opened image as upright RGB. Raise `ValueError` if the pixels cannot be converted to RGB."""
+    """Decode an opened image to an upright RGB image. Raise `ValueError` if the pixels cannot be converted to RGB."""
     # Pillow drops bands that it cannot represent, so TIFF images with such bands are rejected.
     bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
     levels = _stored_levels(image) if decoding.value_range else 1.0
     if decoding.value_range and image.mode in ("RGB", "RGBA") and has_16_bits(image):
-        raise ValueError("it has 16-bit colors, but data.value_range maps only gray images. Save it as 8-bit RGB")
+        raise ValueError(
+            "the image has 16-bit colors, but data.value_range maps only gray images. Save the image as 8-bit RGB"
+        )
     image.load()
     with contextlib.suppress(Exception):  # an image with a broken EXIF block is still readable
         ImageOps.exif_transpose(image, in_place=True)
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode.startswith("I") or image.mode == "F":  # Pillow's conversion would clip at 255
+    if image.mode.startswith("I") or image.mode == "F":  # Pillow's conversion would clip the values at 255
         return _eight_bits(image, decoding.value_range, levels).convert("RGB")
     if image.mode == "LAB":
         profiles = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
@@ -174,12 +177,12 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
     """Scale gray values to 8 bits. The factor `levels` converts Pillow's values to the stored values."""
     values = np.asarray(image).astype(np.float64) * levels
     if not np.isfinite(values).all():
-        raise ValueError("some of its pixels are not finite")
+        raise ValueError("some pixels of the image are not finite")
     if value_range is None and (image.mode == "F" or values.min() < 0 or values.max() > 65535):
         kind = "floating-point pixels" if image.mode == "F" else "32-bit pixels"
         raise ValueError(
-            f"its {kind} have no fixed range (found {values.min():g} to {values.max():g}); set"
-            " data.value_range=[LOW, HIGH], the values that map to black and white, or save it with 8 or 16 bits"
+            f"{kind} have no fixed range (found {values.min():g} to {values.max():g}). Set data.value_range=[LOW, HIGH]"
+            " to the values of black and white, or save the image with 8 or 16 bits"
         )
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
@@ -191,7 +194,7 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
 def _stored_levels(image: Image.Image) -> float:
     """Return the factor that converts Pillow's 16-bit values to the values stored in the file.
 
-    The image must not have been loaded.
+    This function must be called before the image is loaded.
     """
     if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
         return float(args[-1]) / 65535
@@ -207,8 +210,8 @@ def _stored_levels(image: Image.Image) -> float:
 
 def _too_many(bands: int) -> str:
     return (
-        f"it has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
-        " Save three of its bands as RGB; model.kwargs.in_chans does not apply to image files"
+        f"the image has {bands} bands, but only gray, RGB, RGBA and CMYK images are supported."
+        " Save three of the bands as RGB. model.kwargs.in_chans does not apply to image files"
     )
 
 
@@ -219,7 +222,9 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
         raise ValueError("the file is empty")
     kind = file_kind(start)
     if kind in _FURTHER and not _is_available(kind):
-        raise ValueError(f"its content is {kind}: {_FURTHER[kind][2]}, or convert it to JPEG or PNG")
+        raise ValueError(
+            f"the file contains {kind}. To read the file: {_FURTHER[kind][2]}, or convert the file to JPEG or PNG"
+        )
     for name in (*FORMATS, *([_plugin(kind)] if kind in _FURTHER else [])):
         factory, accept = Image.OPEN[name]
         result = accept is None or accept(start[:16])
@@ -230,10 +235,10 @@ def _identified(file: IO[bytes], path: str) -> Image.Image:
             except (SyntaxError, IndexError, TypeError, struct.error) as error:
                 raise ValueError(_why_not(file, name, error)) from error
     if kind is None:
-        raise ValueError("cannot identify image file: the format is unknown")
+        raise ValueError("the format of the file is unknown")
     if kind == "Git LFS pointer":
-        raise ValueError("it is a Git LFS pointer instead of the file: run git lfs pull")
-    raise ValueError(f"its content is {kind}, not a supported image; convert it, or download it again")
+        raise ValueError("the file is a Git LFS pointer instead of an image. Run git lfs pull")
+    raise ValueError(f"the file contains {kind} instead of a supported image. Convert the file or download it again")
 
 
 def _plugin(kind: str) -> str:
@@ -255,9 +260,9 @@ def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
         if bands > 4 or bands == 2:
             return _too_many(bands)
         bits = "×".join(str(bit) for bit in tags.get(258, ()))
-        return f"a TIFF with {bands} bands of {bits} bits is not supported; save it with 8 or 16 bits"
+        return f"TIFF images with {bands} bands of {bits} bits are not supported. Save the image with 8 or 16 bits"
     known = str(error) not in ("", "not identified by this driver")
-    return str(error) if known else f"its {name} header is not valid"
+    return str(error) if known else f"the {name} header of the file is invalid"
 
 
 def file_kind(start: bytes) -> str | None:
@@ -279,11 +284,11 @@ def file_kind(start: bytes) -> str | None:
 
 
 def reading_hint(extension: str) -> str | None:
-    """Return instructions for images with an unsupported extension, such as ``.heic``, or None for other files."""
+    """Return advice on reading images with an unsupported extension, such as ``.heic``, or None for other files."""
     for _, _, how, extensions in _FURTHER.values():
         if extension in extensions.split():
             return how
-    return "convert them to PNG or TIFF" if extension in _CONVERT else None
+    return "convert the files to PNG or TIFF" if extension in _CONVERT else None
 
 
 def class_name(folder: str) -> str:

@@ -23,13 +23,12 @@ from efficient_ft.data.images import Decoding, has_16_bits, opened, to_rgb
 from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, progress, spread
 from efficient_ft.data.listing import Samples
 
-#: Maximum number of pixels to decode in a quick inspection, and number of images that are decoded regardless of this
-#: limit.
+#: Maximum number of pixels to decode in a quick inspection, and number of images that are always decoded.
 PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0  # enlargement factor above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
-#: Limits: number of recorded groups of duplicates, number of recorded paths per group, and number of images that are
-#: compared to find near-duplicates.
+#: Maximum numbers of duplicate groups and paths per group in the record, and maximum number of images that are compared
+#: to find near-duplicates.
 _GROUPS, _PATHS, _COMPARED = 100, 5, 50_000
 _GRAY = ("1", "L", "LA", "La", "F")
 _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm": "PPM", "jp2": "JPEG2000",
@@ -38,19 +37,20 @@ _FORMATS = {"jpg": "JPEG", "jpeg": "JPEG", "jfif": "JPEG", "tif": "TIFF", "pgm":
 #: Pattern of the names of masks that are stored in the same folder as their images.
 _MASK = re.compile(r"(.+)[ _-](?:mask|masks|seg|segmentation|gt|label|labels|annotation)(?:[ _-]?\d+)?", re.IGNORECASE)
 _SIDE = 9  # side of a thumbnail in pixels
-#: Maximum root mean square difference between the thumbnails of near-duplicates: in gray levels, and as a fraction of
-#: the smaller contrast of the two thumbnails. On photographs of 128 and 224 pixels, these limits detect at least 92 %
-#: of the copies that were saved as JPEG with a quality of 30 to 60, or resized by a factor of 0.5 or 1.5. Distinct
-#: photographs are not matched, but JPEG copies of tiny images are missed.
+#: Limits of the root mean square difference between the thumbnails of near-duplicates: a number of gray levels, and a
+#: fraction of the smaller contrast of both thumbnails. In tests on photographs of 128 and 224 pixels, at least 92 %
+#: of the modified copies are detected. The copies are saved as JPEG with a quality of 30 to 60, or resized by a factor
+#: of 0.5 or 1.5. Distinct photographs are not matched, but JPEG copies of tiny images are not detected.
 _LEVELS, _RELATIVE = 4.0, 0.08
-#: Minimum contrast of compared images (standard deviation of the thumbnail), and maximum ratio of their aspect ratios.
+#: Minimum contrast (standard deviation of the thumbnail) of compared images, and maximum ratio between their aspect
+#: ratios.
 _CONTRAST, _ASPECT = 6.0, 1.05
 _BLOCK = 512  # number of thumbnails compared at a time
 
 
 @dataclass
 class _Seen:
-    """An image and its properties. The properties after `decoded` are set only for decoded images."""
+    """An image and its properties. The fields after `decoded` are set only for decoded images."""
 
     split: str
     index: int
@@ -82,7 +82,7 @@ def inspect_images(
     """Inspect the images of a data set, given its splits.
 
     By default, an evenly spread sample of the images is inspected. If `thorough` is True, every image is decoded to
-    find all unreadable files and duplicates. In both cases, the sizes of the images are compared with `input`.
+    find all unreadable files and duplicates. The sizes of the images are always compared with `input`.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -106,7 +106,7 @@ def inspect_images(
     if found.problems and not thorough:
         why = next(iter(found.problems.values()))
         found.warnings.append(
-            f"Cannot read {len(found.problems):,} of {counted(len(every), 'inspected file')}. Example: {why}"
+            f"{len(found.problems):,} of {counted(len(every), 'inspected file')} cannot be read. Example: {why}"
             " Set data.on_corrupt=skip to skip such files."
         )
     _report_masks(found, every)
@@ -133,7 +133,7 @@ def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
 
 
 def _to_decode(images: Sequence[_Seen]) -> list[_Seen]:
-    """Select evenly spread images to decode, with at most `PIXELS` pixels in total but at least `_FIRST` images."""
+    """Select `_FIRST` evenly spaced images to decode, and further images up to `PIXELS` pixels in total."""
     readable = [image for image in images if image.error is None and not image.decoded]
     chosen: list[_Seen] = []
     pixels = 0
@@ -162,7 +162,8 @@ def _see_file(found: _Seen, decoding: Decoding, decode: bool, thorough: bool) ->
 
 def _decode(image: Image.Image, found: _Seen, decoding: Decoding, thorough: bool) -> None:
     rgb = to_rgb(image, decoding)
-    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None  # only for more than 8 bits
+    # The stored values are read only from images with more than 8 bits.
+    raw = np.asarray(image) if image.mode.startswith("I") or image.mode == "F" else None
     extrema: Any = rgb.getextrema()
     found.decoded, found.values = True, (min(low for low, _ in extrema), max(high for _, high in extrema))
     found.constant = all(low == high for low, high in extrema)
@@ -206,8 +207,8 @@ def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input:
         line += f"; values {values[0]:g}–{values[1]:g}"
     found.lines.append(line)
     if len(decoded) + len(found.problems) < total:
-        headers = f", {len(images):,} headers read" if len(images) > len(decoded) else ""
-        found.lines.append(f"sampled: {len(decoded):,} of {counted(total, 'image')} decoded{headers}")
+        headers = f", and {len(images):,} headers were read" if len(images) > len(decoded) else ""
+        found.lines.append(f"sample: {len(decoded):,} of {counted(total, 'image')} were decoded{headers}")
     gray = sum(count for mode, count in modes.items() if mode in _GRAY or mode.startswith("I"))
     if 0.01 <= gray / len(images) <= 0.99:
         number = f"{gray:,} of {counted(len(images), 'image')} {verb(gray, 'is', 'are')}"
@@ -216,7 +217,7 @@ def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input:
     factor = min(height / middle[1], width / middle[0])
     if factor > _ENLARGED:
         found.warnings.append(
-            f"Images are enlarged ×{factor:.3g}, from a median of {_by(middle)} to the input size"
+            f"Images are enlarged by a factor of {factor:.3g}, from a median size of {_by(middle)} to the input size"
             f" {_by((width, height))}. A smaller model.image_size reduces the cost."
         )
 
@@ -226,7 +227,7 @@ def _by(size: tuple[int, int]) -> str:
 
 
 def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decoding) -> None:
-    """Report images that use a small part of the value range, clipped values, and images of a single color."""
+    """Report images that use only a small part of the value range, clipped values, and images with a single color."""
     if not decoded:
         return
     number = counted(len(decoded), "decoded image")
@@ -240,21 +241,21 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
         if decoding.value_range is None and low >= 0 and len(dark) == len(stored):
             advice = f" Set {setting}."
             found.warnings.append(
-                f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so they"
-                f" become dark.{advice}"
+                f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so"
+                f" these images become dark.{advice}"
             )
         elif decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
             found.warnings.append(
                 f"{len(dark):,} of {len(stored):,} decoded gray images with more than 8 bits {verb(len(dark))} values"
-                f" of at most {max(dark):g}, so they are dark. If the other images are from a different source, rescale"
-                f" them, and set {setting}."
+                f" of at most {max(dark):g}, so these images are dark. If the other images are from a different source,"
+                f" rescale them and set {setting}."
             )
         clipped = float(np.mean([image.clipped for image in decoded if image.stored is not None]))
         if clipped > 0.01:
             assert decoding.value_range is not None
             shown = ", ".join(f"{value:g}" for value in decoding.value_range)
             found.warnings.append(
-                f"{format_percent(clipped)} of the gray values ({low:g} to {high:g}) are outside of"
+                f"{format_percent(clipped)} of the gray values, which range from {low:g} to {high:g}, are outside of"
                 f" data.value_range=[{shown}]."
             )
     elif decoding.value_range is not None:
@@ -262,15 +263,15 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
     brightest = max(image.values[1] for image in decoded)
     if brightest < 64 and not advice:
         color = sum(image.deep for image in decoded if image.stored is None)
-        why = f" {color:,} of them store 16-bit colors, which are read with 8 bits: rescale the files." if color else ""
-        found.warnings.append(f"The images are dark: the maximum value of {number} is {brightest:g} of 255.{why}")
+        why = f" In {color:,} of these images, 16-bit colors are read with 8 bits. Rescale the files." if color else ""
+        found.warnings.append(f"The images are dark: the maximum value of {number} is {brightest:g} (of 255).{why}")
     constant = [image for image in decoded if image.constant]
     became = [printable(one.path) for one in constant if one.stored is not None and one.stored[0] < one.stored[1]]
     single = [printable(one.path) for one in constant if one.stored is None or one.stored[0] == one.stored[1]]
     if became:
         found.warnings.append(
-            f"Scaling to 8 bits leaves a single color in {len(became):,} of {number}: {some(became, 1)}."
-            f"{advice or ' Set data.value_range to their range.'}"
+            f"After scaling to 8 bits, a single color remains in {len(became):,} of {number}: {some(became, 1)}."
+            f"{advice or ' Set data.value_range to the range of the stored values.'}"
         )
     found.facts["single_color"] = len(constant)
     if single:
@@ -290,8 +291,8 @@ def _report_masks(found: Inspection, images: Sequence[_Seen]) -> None:
     if masks:
         found.warnings.append(
             f"{len(masks):,} of {counted(len(images), 'image')} {verb(len(masks), 'is', 'are')} named like the mask of"
-            f" another image, such as {printable(masks[0])}. They are used as images of their class. If they are masks,"
-            " move them to a different folder."
+            f" another image, for example {printable(masks[0])}. These files are used as images of their class. If the"
+            " files are masks, move them to a different folder."
         )
 
 
@@ -313,7 +314,7 @@ def _report_files(found: Inspection, images: Sequence[_Seen]) -> None:
     found.facts["several_frames"] = len(several)
     if several:
         number = f"{counted(len(several), 'file')} {verb(len(several))}"
-        found.warnings.append(f"{number} several frames or pages; only the first is used: {some(several, 1)}.")
+        found.warnings.append(f"{number} several frames or pages, of which only the first is used: {some(several, 1)}.")
 
 
 def _report_classes(found: Inspection, parts: Mapping[str, Samples], class_names: Sequence[str]) -> None:
@@ -348,7 +349,7 @@ def _report_duplicates(found: Inspection, images: Sequence[_Seen], class_names: 
         if same:
             number = f"{counted(len(same), 'image')} {verb(len(same), 'occurs', 'occur')}"
             examples = " = ".join(_place(image, class_names) for image in same[0][:3])
-            found.warnings.append(f"{number} {words}, such as {examples}.")
+            found.warnings.append(f"{number} {words}, for example {examples}.")
 
 
 def _place(image: _Seen, class_names: Sequence[str]) -> str:
@@ -359,7 +360,7 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
     decoded = [image for image in images if image.thumbnail is not None]
     chosen = [decoded[i] for i in spread(len(decoded), _COMPARED)]
     if len(chosen) < len(decoded):
-        found.lines.append(f"near-duplicates: {len(chosen):,} of {len(decoded):,} images compared")
+        found.lines.append(f"near-duplicates: {len(chosen):,} of {len(decoded):,} images were compared")
     near: dict[str, set[int]] = {"": set(), "in different splits": set(), "with different labels": set()}
     examples: dict[str, list[tuple[_Seen, _Seen]]] = defaultdict(list)
     thumbnails = [image.thumbnail for image in chosen if image.thumbnail is not None]
@@ -388,7 +389,8 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
             number = counted(len(near[words]), "image")
             shown = " ≈ ".join(_place(image, class_names) for image in examples[words][0])
             found.warnings.append(
-                f"{number} {words} may be near-duplicates (re-encoded, resized or retouched copies), such as {shown}."
+                f"{number} {words} may be near-duplicates (re-encoded, resized or retouched copies), for example"
+                f" {shown}."
             )
 
 
@@ -398,7 +400,7 @@ def _thumbnail(image: Image.Image) -> np.ndarray:
 
 
 def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the index pairs of almost equal images, given the thumbnails and sizes (width, height) of all images.
+    """Yield pairs of indices of almost equal images, given the thumbnails and sizes (width, height) of all images.
 
     Images with low contrast are ignored.
     """
@@ -412,7 +414,7 @@ def _near_pairs(thumbnails: Sequence[np.ndarray], sizes: Sequence[tuple[int, int
     squares = np.square(pixels).sum(axis=1)
     for start in range(0, len(order), _BLOCK):
         end = min(start + _BLOCK, len(order))
-        # The root mean square difference is at least the difference of the means: only images up to `last` can match.
+        # The root mean square difference is at least the difference of means, so only images before `last` can match.
         last = int(np.searchsorted(means, means[end - 1] + _LEVELS, side="right"))
         distance = squares[start:end, None] + squares[None, start:last] - 2 * pixels[start:end] @ pixels[start:last].T
         distance = np.sqrt(np.maximum(distance, 0) / pixels.shape[1])

@@ -20,10 +20,10 @@ from efficient_ft.data.mask_survey import Survey, examined, mask_orientation, su
 from efficient_ft.data.masks import UNKNOWN, Classes, MaskSamples, read_mask, read_pixels
 
 _Parts = Mapping[str, MaskSamples]
-_MOSTLY_UNLABELED = 0.9  # share of unlabeled pixels above which a warning is issued
+_MOSTLY_UNLABELED = 0.9  # fraction of unlabeled pixels above which a warning is issued
 _FEW = 3  # minimum number of decoded masks for a warning about equal masks or masks with a single class
-_GAP = 0.15  # minimum difference between each foreground share and 0.5 for a warning about inverted masks
-_LINE = 60  # maximum length of the list of class shares, in characters
+_GAP = 0.15  # minimum difference between every foreground fraction and 0.5 for a warning about inverted masks
+_LINE = 60  # maximum number of characters in the list of class fractions
 _MODES = {
     "1": "1-bit ids (black is 0, white is 1)",
     "L": "8-bit ids",
@@ -89,7 +89,7 @@ def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     size = f"{facts['mask_size_count']} sizes, mostly {sizes[0]}" if len(sizes) > 1 else (sizes or ["no size"])[0]
     kinds = list(dict.fromkeys(_kind(mode, classes) for mode in facts["mask_modes"]))
     result.lines.append(
-        f"masks: {size}, {' and '.join(kinds)}; {format_percent(facts['unlabeled_share'])} of pixels without a label"
+        f"masks: {size}, {' and '.join(kinds)}; {format_percent(facts['unlabeled_share'])} of the pixels have no label"
         f" ({examined(found)})"
     )
     order = sorted(facts["train_pixels"].items(), key=lambda item: -item[1])
@@ -103,8 +103,8 @@ def _lines(result: Inspection, found: Survey, classes: Classes) -> None:
     turned = facts.get("exif_orientations")
     if turned:
         words = {
-            "raw": "masks of the stored pixels, which are rotated like the image",
-            "upright": "masks of the upright image",
+            "raw": "masks that match the stored pixels and are rotated with the image",
+            "upright": "masks that match the upright image",
             "unclear": "masks of unknown orientation",
         }
         listed = ", ".join(f"{count} with {words[kind]}" for kind, count in sorted(turned.items()))
@@ -125,9 +125,9 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
     if absent:
         advice = ""
         if result.facts["unlabeled_share"] and not classes.chosen:
-            advice = " If 255 is a class, map it with data.masks.values."
+            advice = " If 255 is a class id, map this id with data.masks.values."
         result.warnings.append(
-            f"{some(absent)} {verb(len(absent))} no training pixels"
+            f"No training pixels were found for {some(absent)}"
             f" ({'in' if decoded == total else f'in {decoded} of'} {counted(total, 'mask')}).{advice}"
         )
     for split in found.counted:
@@ -135,8 +135,9 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         unlabeled = int(shares[IGNORED]) / max(int(shares.sum()), 1)
         if unlabeled > _MOSTLY_UNLABELED:
             result.warnings.append(
-                f"{format_percent(unlabeled)} of the pixels of the {split} masks have no label"
-                f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}). See data.masks.values and data.masks.ignored."
+                f"{format_percent(unlabeled)} of the pixels in the {split} masks have no label"
+                f" ({', '.join(map(str, sorted(classes.ignored)[:5]))}). Check data.masks.values and"
+                " data.masks.ignored."
             )
         empty = sum(1 for _, one in found.counted[split] if 0 < one.shares[IGNORED] == one.shares.sum())
         if empty and split != "train":
@@ -147,8 +148,9 @@ def _warnings(result: Inspection, found: Survey, classes: Classes, settings: Mas
         image, mask, _ = different[0]
         result.warnings.append(
             f"{len(different)} of {counted(len(found.pairs), 'mask')} "
-            f"{verb(len(different), 'differs in size from its image', 'differ in size from their images')}, such as"
-            f" {printable(mask)} ({printable(image)}). Such pairs are rejected; set data.on_corrupt=skip to skip them."
+            f"{verb(len(different), 'differs in size from its image', 'differ in size from their images')}, for"
+            f" example {printable(mask)} ({printable(image)}). Such pairs are rejected. Set data.on_corrupt=skip to"
+            " skip these pairs."
         )
 
 
@@ -159,13 +161,13 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
     if len(rows) >= _FEW and (present <= 1).all():
         result.warnings.append(
             f"Each of the {len(rows)} decoded masks contains a single class. If each image has one class, use"
-            " data=folder with a folder per class."
+            " data=folder with one folder per class."
         )
     elif len(rows) >= _FEW and (shares == shares[0]).all():
         ids = [read_pixels(path).ids for path, _ in rows[:_FEW]]
         if all(np.array_equal(ids[0], one) for one in ids):
             result.warnings.append(
-                f"The {len(rows)} decoded masks are equal, such as {printable(rows[0][0])}. Check the mask of each"
+                f"The {len(rows)} decoded masks are equal, for example {printable(rows[0][0])}. Check the mask of each"
                 " image."
             )
     if len(classes.names) == 2:
@@ -175,11 +177,11 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
     """Add a warning if the two classes may be swapped in some masks.
 
-    `pixels` is the number of pixels of both classes in each mask, int64 (N, 2).
+    `pixels` contains the number of pixels of both classes in each of N masks: int64 (N, 2).
 
-    The masks form two groups, with less and with more than half foreground. A warning requires that no foreground share
-    is near one half, and that one class covers about the same share in the first group as the other class in the
-    second.
+    The masks are divided into two groups, in which the foreground covers at most half or more than half of the pixels.
+    A warning is added only if no foreground fraction is close to one half, and if the median foreground fraction of the
+    first group is similar to the median background fraction of the second group.
     """
     mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)
@@ -194,13 +196,13 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
     few, rest = share[fewer], np.delete(share, fewer)
     result.warnings.append(
         f"{len(fewer)} of {len(share)} masks with both classes may be inverted: {plain_line(classes.names[1])} covers"
-        f" {format_percent(few.min())} to {format_percent(few.max())} of them, and {format_percent(rest.min())} to"
-        f" {format_percent(rest.max())} of the others. Example: {printable(paths[mixed[fewer[0]]])}."
+        f" {format_percent(few.min())} to {format_percent(few.max())} of these masks, and {format_percent(rest.min())}"
+        f" to {format_percent(rest.max())} of the other masks. Example: {printable(paths[mixed[fewer[0]]])}."
     )
 
 
 def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, str, str]]:
-    """Return the paths of each image and mask whose upright sizes differ, and a text with both sizes."""
+    """Return the image path, the mask path and a text with both sizes for each pair with different upright sizes."""
     different = []
     for pair in found.pairs:
         if pair.header is None or pair.stored is None:
@@ -210,7 +212,7 @@ def _sizes_that_differ(found: Survey, settings: MaskConfig) -> list[tuple[str, s
         if orientation >= 5 and settings.exif != "raw":
             fitting = {(height, width)} if settings.exif == "upright" else {(width, height), (height, width)}
         if pair.header.size not in fitting:
-            sizes = f"the mask is {pair.header.size[0]}×{pair.header.size[1]}, its image {width}×{height}"
+            sizes = f"the mask is {pair.header.size[0]}×{pair.header.size[1]}, but the image is {width}×{height}"
             different.append((pair.image, pair.mask, sizes))
     return different
 
@@ -225,13 +227,13 @@ def _problems_of_headers(result: Inspection, found: Survey, settings: MaskConfig
             elif split == "train" and one.shares.sum() == one.shares[IGNORED]:
                 result.problems[path] = "no pixel has a label"
     for _, mask, sizes in _sizes_that_differ(found, settings):
-        result.problems.setdefault(mask, f"{sizes}; they must have the same size")
+        result.problems.setdefault(mask, f"{sizes}; the mask and the image must have the same size")
 
 
 def _problems(
     result: Inspection, parts: _Parts, classes: Classes, settings: MaskConfig, decoding: Decoding | None
 ) -> None:
-    """Read every image and its mask in the same way as for training, and record failures."""
+    """Read every image and its mask as in training, and record failures."""
     unreadable: set[str] = set()
 
     def read(job: tuple[str, str, bool]) -> None:
@@ -263,8 +265,8 @@ def _duplicates(result: Inspection, parts: _Parts) -> None:
     if shared:
         (first, one), (second, two) = list(shared[0].items())[:2]
         result.warnings.append(
-            f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, such as"
-            f" {printable(one)} ({first}) and {printable(two)} ({second}). Scores on them are"
+            f"{counted(len(shared), 'image')} {verb(len(shared), 'is', 'are')} in several splits, for example"
+            f" {printable(one)} ({first}) and {printable(two)} ({second}). Scores on these images are"
             " too high. Remove the duplicates."
         )
 

@@ -15,10 +15,10 @@ from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.texts import Texts, is_number
 
-#: Limits of a quick inspection: number of tokenized texts, total number of their characters, and number of compared
-#: texts per split.
+#: Limits of a quick inspection: the number of tokenized texts, the total number of characters in these texts, and the
+#: number of compared texts per split.
 _TOKENIZED, _CHARACTERS, _COMPARED = 1000, 150_000, 100_000
-_NUMBERS = 20  # number of non-consecutive numeric classes above which the labels may be a quantity
+_NUMBERS = 20  # if more classes than this are non-consecutive numbers, the labels may be a quantity
 _UNKNOWN, _CUT, _REPEATED, _ODD = 0.05, 0.25, 0.5, 0.01  # fractions above which a warning is issued
 #: Texts that common programs write for missing values.
 _NOTHING = frozenset(
@@ -42,10 +42,10 @@ def inspect_texts(
     *,
     thorough: bool = False,
 ) -> Inspection:
-    """Inspect the texts of a data set, given its splits. `max_length` is ``model.max_length``, in tokens.
+    """Inspect the texts of a data set, given its splits. `max_length` is the value of ``model.max_length`` in tokens.
 
     By default, at most 1,000 training texts are examined, and the first 100,000 texts of each split are compared
-    exactly. If `thorough` is True, all training texts are examined, and all texts are compared without regard to case
+    exactly. If `thorough` is True, all training texts are examined, and all texts are compared, ignoring case
     and spaces.
     """
     found = Inspection()
@@ -82,7 +82,7 @@ def _lengths(
     share = float(unknown.sum() / max(1, lengths.sum() - len(lengths) * tokenizer.special(len(examined[0]))))
     found.facts |= {"texts_examined": len(examined), "tokens": _range(lengths), "characters": _range(characters)}
     found.facts |= {"cut_share": cut, "unknown_token_share": share}
-    seen = f"; {len(examined):,} of {whole:,} examined" if len(examined) < whole else ""
+    seen = f"; {len(examined):,} of {whole:,} texts were examined" if len(examined) < whole else ""
     ends = f"; {format_percent(cut)} are truncated at model.max_length={max_length}" if cut else ""
     found.lines.append(
         f"texts: {lengths.min():,} to {counted(int(lengths.max()), 'token')} (median"
@@ -90,8 +90,8 @@ def _lengths(
     )
     if cut > _CUT:
         found.warnings.append(
-            f"{format_percent(cut)} of the texts are truncated at model.max_length={max_length}; the longest has"
-            f" {counted(int(lengths.max()), 'token')}. Increase model.max_length if the network allows it."
+            f"{format_percent(cut)} of the texts are truncated at model.max_length={max_length}. The longest text has"
+            f" {counted(int(lengths.max()), 'token')}. Increase model.max_length if the network supports longer texts."
         )
     if share > _UNKNOWN:
         found.warnings.append(
@@ -100,8 +100,8 @@ def _lengths(
         )
     if empty:
         found.warnings.append(
-            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens"
-            " and cannot be learned."
+            f"{empty:,} of {counted(len(examined), 'text')} {verb(empty, 'contains', 'contain')} only special tokens."
+            " Such texts cannot be learned."
         )
 
 
@@ -114,11 +114,11 @@ def _odd(found: Inspection, examined: Sequence[tuple[str, ...]]) -> None:
     ):
         if len(example) > share * len(single):
             number = f"{len(example):,} of {counted(len(single), 'text')}"
-            found.warnings.append(f"{number} {reason}, such as {_short(example[0])}.")
+            found.warnings.append(f"{number} {reason}, for example {_short(example[0])}.")
 
 
 def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequence[str], *, thorough: bool) -> None:
-    """Report texts that are repeated in training, occur in training and in another split, or have several labels."""
+    """Report repeated training texts, training texts that occur in another split, and texts with several labels."""
     limit = None if thorough else _COMPARED
 
     def key_of(text: tuple[str, ...]) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
 
     hashes = {name: [hash(key_of(text)) for text in part.texts[:limit]] for name, part in parts.items()}
     train = set(hashes["train"])
-    compared = "" if limit is None or len(parts["train"]) <= limit else f" (the first {limit:,} examined)"
+    compared = "" if limit is None or len(parts["train"]) <= limit else f" (the first {limit:,} texts were compared)"
     repeats = len(hashes["train"]) - len(train)
     found.facts["repeated_train_texts"] = repeats
     if repeats > _REPEATED * len(hashes["train"]):
@@ -153,8 +153,8 @@ def _repeated(found: Inspection, parts: Mapping[str, Texts], class_names: Sequen
         part, key, index = next(one for one in found_at if one[1] in several)
         names = " and ".join(repr(plain_line(class_names[label])) for label in sorted(labels[key])[:3])
         found.warnings.append(
-            f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}, such"
-            f" as {_short(part.texts[index][0])}: {names}."
+            f"{counted(len(several), 'text')} {verb(len(several))} several labels{compared}."
+            f" Example: {_short(part.texts[index][0])} has the labels {names}."
         )
 
 
@@ -166,33 +166,34 @@ def _names(found: Inspection, class_names: Sequence[str], parts: Mapping[str, Te
     for name in markers:
         number = counts[class_names.index(name)]
         found.warnings.append(
-            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is trained as a class. If it"
-            f' denotes a missing label, remove or skip the texts: "data.text.missing=[{name!r}]" data.on_corrupt=skip.'
+            f"{counted(number, 'training text')} {verb(number)} the label {name!r}, which is trained as a class. If"
+            f' this value denotes a missing label, remove or skip the texts: "data.text.missing=[{name!r}]"'
+            " data.on_corrupt=skip."
         )
     single = [name for label, name in enumerate(class_names) if counts[label] == 1]
     if single:
         names = some(list(map(_short, single)), 5)
-        found.warnings.append(f"{counted(len(single), 'class')} with a single training text: {names}.")
+        found.warnings.append(f"{counted(len(single), 'class')} {verb(len(single))} a single training text: {names}.")
     numbers = [name for name in class_names if is_number(name)]
     consecutive = set(range(len(numbers))), set(range(1, len(numbers) + 1))
     if len(numbers) == len(class_names) > _NUMBERS and {*map(float, numbers)} not in consecutive:
         found.warnings.append(
-            f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If they are a quantity, map"
-            " ranges of values to classes."
+            f"The {len(numbers)} classes are numbers from {numbers[0]} to {numbers[-1]}. If the numbers are a quantity,"
+            " map ranges of values to classes."
         )
     known = set(class_names)
     shared = Counter(part for name in class_names for part in set(_parts(name, "|;")))
     joined = [name for name in class_names if _is_joined(name, known, shared)]
     if joined:
         found.warnings.append(
-            f"{counted(len(joined), 'class name')} may combine several labels, such as {_short(joined[0])}. Each"
+            f"{counted(len(joined), 'class name')} may combine several labels, for example {_short(joined[0])}. Each"
             " combination is trained as a separate class."
         )
     long = [name for name in class_names if len(name) > 100]
     if long:
         found.warnings.append(
-            f"{len(long)} of {len(class_names)} class names {verb(len(long))} more than 100 characters, such as"
-            f" {_short(long[0])}. Check data.text.label."
+            f"{len(long)} of {len(class_names)} class names {verb(len(long))} more than 100 characters, for"
+            f" example {_short(long[0])}. Check data.text.label."
         )
 
 
@@ -203,8 +204,8 @@ def _parts(name: str, separators: str) -> list[str]:
 def _is_joined(name: str, known: set[str], shared: Mapping[str, int]) -> bool:
     """Return True if a class name may combine several labels.
 
-    Such a name is written as a list, consists of other class names, or has a part, separated by ``|`` or ``;``, that
-    also occurs in another name.
+    Such a name is written as a list, consists of other class names, or contains ``|`` or ``;`` and shares a part with
+    another name.
     """
     if re.fullmatch(r"[\[({].*,.*[\])}]", name):
         return True

@@ -1,4 +1,4 @@
-"""Classes for the results of data inspections, and functions for sampling, threads and progress bars."""
+"""Classes for the results of data inspections, and functions for sampling, multithreading and progress bars."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ class Inspection:
     """The result of inspecting the samples of a data set."""
 
     facts: dict[str, Any] = field(default_factory=dict)  # facts for results.json
-    lines: list[str] = field(default_factory=list)  # the same facts for the terminal, one short line each
-    warnings: list[str] = field(default_factory=list)  # properties that may harm training, and settings to change
-    problems: dict[str, str] = field(default_factory=dict)  # reason for each unusable sample, by path
+    lines: list[str] = field(default_factory=list)  # facts for the terminal, one short line each
+    warnings: list[str] = field(default_factory=list)  # warnings about properties that may harm training
+    problems: dict[str, str] = field(default_factory=dict)  # reason why each sample is unusable, keyed by path
 
 
 def spread(size: int, count: int) -> np.ndarray:
-    """Return at most `count` evenly spread, sorted indices below `size`: int64 (min(size, count),)."""
+    """Return at most `count` evenly spaced indices less than `size`, in ascending order: int64 (min(size, count),)."""
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, count)).round().astype(np.int64))
 
 
 def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of images of `pixels` pixels to decode in parallel, from 1 to 8.
+    """Return the number of threads (1 to 8) that decode images of `pixels` pixels in parallel.
 
-    If the result is larger than 1, these images have at most `limit` pixels in total.
+    If the number is greater than 1, the images decoded in parallel have at most `limit` pixels in total.
     """
     return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
 
@@ -50,8 +50,8 @@ def in_threads(
 ) -> Iterable[_Result]:
     """Yield ``function(item)`` for each item, in the order of the items.
 
-    By default, one thread per processor is used, up to 8 threads. Threads decode images in parallel, because Pillow
-    releases the GIL.
+    By default, one thread per processor is used, with at most 8 threads. Threads decode images in parallel, because
+    Pillow releases the GIL.
     """
     with ThreadPoolExecutor(max_workers=threads or min(8, os.cpu_count() or 1)) as pool:
         yield from pool.map(function, items)
@@ -66,9 +66,9 @@ def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_
 def find_failures(
     function: Callable[[_Item], object], items: Sequence[_Item] | Iterable[_Item], total: int, description: str
 ) -> dict[_Item, str]:
-    """Call a function for all items in threads, and return the error message for each item that raises `UserError`.
+    """Call a function for all items in threads, and return the message of each raised `UserError`, keyed by item.
 
-    The items are iterated twice. A progress bar shows the description and the total number of items.
+    `items` is iterated over twice. A progress bar shows the description and the total number of items.
     """
 
     def message(item: _Item) -> str | None:
@@ -82,8 +82,8 @@ def find_failures(
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 
-_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and their maximum total length
-_RECORDED = 100  # maximum number of recorded skipped samples
+_NAMES, _LETTERS = 8, 60  # maximum number of class names in the output, and maximum total length of these names
+_RECORDED = 100  # maximum number of skipped samples in the record
 
 
 @dataclass(frozen=True)
@@ -101,14 +101,14 @@ class Summary:
 
     name: str  # name of the data set, or path of the user's own folder
     task: str  # ``classification``, ``segmentation`` or ``text``
-    noun: str  # noun for one sample
+    noun: str  # noun that denotes a sample
     class_names: Sequence[str]  # class names, indexed by label
     splits: Mapping[str, SplitSummary]  # summary of each split, in the order train, val, test
     best_split: str  # split on which the best epoch is selected
     inspection: Inspection  # result of inspecting the samples
-    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files for each reason
-    skipped: Mapping[str, str] = field(default_factory=dict)  # reason for each skipped sample, by path
-    notes: Sequence[str] = ()  # facts that a user should know, one sentence each
+    left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files, keyed by the reason
+    skipped: Mapping[str, str] = field(default_factory=dict)  # reasons for skipping samples, keyed by path
+    notes: Sequence[str] = ()  # notes for the user, one sentence each
 
     def lines(self) -> list[str]:
         """Return the summary as short lines, which are printed to the terminal before training."""
@@ -135,7 +135,7 @@ class Summary:
 
     @property
     def warnings(self) -> list[str]:
-        """Properties of the data that are likely to harm training, one sentence each."""
+        """Return warnings about properties of the data that are likely to harm training, one sentence each."""
         found = list(self.inspection.warnings)
         train = self.splits["train"]
         if train.per_class is not None:
@@ -168,7 +168,7 @@ class Summary:
 
 
 def abridged(names: Sequence[str]) -> str:
-    """Join up to `_NAMES` names and `_LETTERS` characters with commas, and append the number of the remaining names."""
+    """Join at most `_NAMES` names and `_LETTERS` characters with commas, and append the number of remaining names."""
     shown: list[str] = []
     for name in names[:_NAMES]:
         text = shortened(plain_line(name), _LETTERS)

@@ -1,7 +1,7 @@
-"""Find the splits and the class folders in a user's image folder, without opening an image.
+"""Find the split folders and the class folders of an image data set, without opening any image.
 
-`find_layout` decides by folder names and by the number of images in each folder. If a layout is ambiguous, the error
-message lists the folders and the settings that resolve the ambiguity.
+`find_layout` uses the folder names and the number of images in each folder. If a layout is ambiguous, the error message
+lists the folders and the settings that resolve the ambiguity.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Folder:
     """A folder of a data set."""
 
     path: Path  # path on disk
-    name: str = ""  # path relative to the folder of the data set, with slashes; empty for the data set itself
+    name: str = ""  # path relative to the data set folder, with forward slashes; empty for this folder itself
     images: int = 0  # number of files with an image extension directly in the folder
     total: int = 0  # number of files with an image extension at any depth
     folders: dict[str, Folder] = field(default_factory=dict)  # subfolders that are not hidden, by name
@@ -58,19 +58,20 @@ class Folder:
 
 
 def same_class(name: str) -> str:
-    """Normalize a class name. Names become equal if they differ only in case, spaces or Unicode normalization."""
+    """Normalize a class name. Names that differ only in case, spaces or Unicode normalization become equal."""
     return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
 
 
 def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str | None]]]:
-    """Count the images of all folders below `root`. No image is opened.
+    """Count the images in all folders below `root`, without opening any image.
 
-    Links to folders are followed only above the class folders, and only if they lead out of `root` and `follow_links`
-    is True. Every other link above the class folders is recorded as a folder with one image, and as a blocked folder.
+    Links to folders are followed only above the class folders, and only if they point outside of `root` and
+    `follow_links` is True. Every other link above the class folders is recorded both as a folder with one image and as
+    a blocked folder.
 
     Returns:
-        The folder `root`, and a list of the blocked folders, which were not scanned. Each entry contains the path of
-        the folder, and an error message, or None if the path is a link.
+        The folder `root`, and a list of the blocked folders, which were not scanned. Each entry of the list contains
+        the path of a folder and an error message. The message is None if the path is a link.
     """
     top = Folder(root)
     real = Path(os.path.realpath(root))
@@ -93,7 +94,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
             elif entry.is_symlink() and os.path.isdir(entry.path):
                 links.append(entry)
             elif is_image(entry.name):
-                with contextlib.suppress(OSError):  # raised for a link to itself
+                with contextlib.suppress(OSError):  # a link to itself raises this error
                     folder.images += entry.is_file()
         if depth > 2 or (depth > 0 and folder.images):
             continue  # links in class folders are not followed
@@ -128,16 +129,16 @@ _MOST_PLACES = 12  # maximum number of folders in a suggested setting
 
 @dataclass
 class Layout:
-    """The folders of splits and classes in an image data set."""
+    """The split folders and the class folders of an image data set."""
 
     places: dict[Split, list[Folder]]  # folders of each split; their direct subfolders are the classes
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
-    loose: int = 0  # number of images outside of class folders
+    loose: int = 0  # number of images that are not in a class folder
     unused: list[Folder] = field(default_factory=list)  # folders that belong to no split
 
 
 def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = False) -> Layout:
-    """Find the folders of splits and classes. Raise `UserError` if the layout is ambiguous.
+    """Find the split folders and the class folders below `root`. Raise `UserError` if the layout is ambiguous.
 
     `chosen` is the setting ``data.splits``. See `read_folder` for the other arguments.
     """
@@ -149,7 +150,8 @@ def find_layout(root: Path, chosen: Chosen | None = None, follow_links: bool = F
     except UserError:
         for place, reason in blocked:  # the cause may be a folder that could not be scanned
             if reason is not None:
-                raise UserError(f"{printable(place)} cannot be read ({reason}). Check its permissions.") from None
+                text = f"The folder {printable(place)} cannot be read ({reason}). Check the permissions of the folder."
+                raise UserError(text) from None
             links_in([place], root, follow_links)
         raise
 
@@ -205,8 +207,9 @@ def _recognized(top: Folder) -> Layout:
         if folder.total:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
-                f"{printable(top.path / name)} has no images in class folders, but {counted(folder.images, 'image')}"
-                f" without a class. Move them to {printable(name)}/CLASS/, or exclude them: 'data.splits={show(rest)}'."
+                f"{printable(top.path / name)} contains no class folders, but {counted(folder.images, 'image')} without"
+                f" a class. Move these images to {printable(name)}/CLASS/, or exclude the folder:"
+                f" 'data.splits={show(rest)}'."
             )
         places[split] = [folder]  # the empty folder is reported later, when its files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
@@ -218,14 +221,14 @@ def _recognized(top: Folder) -> Layout:
         place = entered.get(name, top.folders[name])
         layout.loose += place.images
         if place.name != name:
-            layout.notes.append(f"{printable(name)}/ contains only {printable(place.name)}/, which is used instead.")
+            layout.notes.append(f"{printable(place.name)}/ is used, because {printable(name)}/ contains nothing else.")
     evaluated = [of[0] for split, of in places.items() if split != "train"]
     _require_clear(top, places["train"][0], now, layout.notes, {}, evaluated)
     return layout
 
 
 def _entered(folder: Folder) -> Folder:
-    """Return the folder that contains the classes of a split: `folder`, or a folder one or two levels below it."""
+    """Return the folder that contains the classes of a split, at most two levels below `folder`."""
     for _ in range(2):
         inner = list(folder.filled.values())
         base = os.path.basename(folder.name)
@@ -252,10 +255,10 @@ def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others:
                 (f"{name} also contains training data", {**now, "train": [now["train"], other.name]}),
                 (f"{name} is not used", now),
             ]
-            raise ambiguous(top.path, f"{other} contains folders with class names: {some(shared)}.", readings)
+            raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
-        found = f"{train} contains folders; {_listed(flat)} contain images directly."
+        found = f"{train} contains class folders, but {_listed(flat)} contain images directly."
         raise ambiguous(top.path, found, [("train is the training data", now), ("all are classes", {"train": "."})])
 
 
@@ -282,32 +285,32 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: _BySplit) 
         raise UserError(_without_classes(top, list(folders.values())))
     if named and not rest:
         raise UserError(
-            f"{top.path.absolute()} has {some(sorted(named))}/ but no train/ with class folders. Add the training"
-            " images, or name their folder: 'data.splits={train: FOLDER}'."
+            f"{top.path.absolute()} contains {some(sorted(named))}/, but no folder train/ with class folders. Add the"
+            " training images, or set the folder of the training images: 'data.splits={train: FOLDER}'."
         )
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)
     _require_clear(top, top, {"train": "."}, layout.notes, by_split, ())
     flat += [name for name in parts if name not in named and folders[name].images]
     if flat:
-        kind = verb(len(flat), "is a class instead of a split", "are classes instead of splits")
-        layout.notes.append(f"{some(flat)} {kind}, because there are no subfolders.")
+        kind = verb(len(flat), "is treated as a class instead of a split", "are treated as classes instead of splits")
+        layout.notes.append(f"{some(flat)} {kind}, because no subfolders were found.")
     return layout
 
 
 def _without_classes(top: Folder, flat: Sequence[Folder]) -> str:
     tables = labels_hint([top.path, *(one.path for one in flat if one is not top)])
     classes = len(top.filled) > 1 and flat[0] is not top
-    other = f" If the folders are the classes: 'data.splits={show({'train': '.'})}'." if classes else ""
-    place = "" if flat[0] is top else f"In {printable(top.path.absolute())}, "
-    return f"{place}{_listed(flat)} {verb(len(flat))} no class folders.{tables} {EXPECTED}{other}"
+    other = f" If these folders are the classes, set 'data.splits={show({'train': '.'})}'." if classes else ""
+    place = "" if flat[0] is top else f" (in {printable(top.path.absolute())})"
+    return f"No class folders were found in {_listed(flat)}{place}.{tables} {EXPECTED}{other}"
 
 
 def labels_hint(folders: Sequence[Path]) -> str:
     """Return a sentence that lists the files that may contain labels, or an empty string if there are no such files."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
-    return f" The labels may be in {some(sorted(names), 3)}: sort the images into class folders." if names else ""
+    return f" The labels may be in {some(sorted(names), 3)}. Sort the images into class folders." if names else ""
 
 
 def _listed(folders: Sequence[Folder]) -> str:
@@ -322,22 +325,23 @@ def _refuse_wrapper(top: Folder) -> None:
             inner = next(iter(inner.filled.values()))
         if len(inner.filled) > 1:
             raise UserError(
-                f"{printable(top.path.absolute())} contains a single folder with images, {printable(inner.name)}, which"
-                f" contains {some(list(inner.filled))}. Pass data.root={printable(top.path / inner.name)}."
+                f"The only folder with images in {printable(top.path.absolute())} is {printable(inner.name)}, which"
+                f" contains {some(list(inner.filled))}. Set data.root={printable(top.path / inner.name)}."
             )
     trains = [(one, one.folders[n]) for one in folders for n, s in splits_in(one.filled).items() if s == "train"]
     sets = {one.name: one for one, train in trains if train.filled}
     if len(sets) == 1:
         (only,) = sets.values()
         raise UserError(
-            f"{printable(top.path.absolute())} has no train/, but {only} contains {some(list(only.filled))}."
-            f" Pass data.root={printable(top.path / only.name)}."
+            f"{printable(top.path.absolute())} contains no folder train/, but its subfolder {only} contains"
+            f" {some(list(only.filled))}. Set data.root={printable(top.path / only.name)}."
         )
     keys = {same_class(folder.name): folder for folder in folders}
     if len(keys) == 2 and keys.keys() & _PICTURES and keys.keys() & _MASKS and keys.keys() <= _PICTURES | _MASKS:
         raise UserError(
-            f"{printable(top.path.absolute())} contains {_listed(folders)}, which look like images with masks instead"
-            " of classes. For segmentation, use data=mask_folder. If they are classes: 'data.splits={train: .}'."
+            f"{printable(top.path.absolute())} contains {_listed(folders)}. These folders look like images and masks"
+            " instead of classes. For segmentation, use data=mask_folder. If these folders are classes, set"
+            " 'data.splits={train: .}'."
         )
 
 
@@ -346,11 +350,11 @@ def _require_clear(
 ) -> None:
     """Raise `UserError` if it is unclear whether the folders in `place` are the classes.
 
-    Add a note if there are images in subfolders of the classes.
+    Add a note to `notes` if subfolders of the classes contain images.
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # folders by normalized name, for each depth below the classes
+    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders, keyed by normalized name
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:
@@ -369,8 +373,9 @@ def _require_clear(
         if not classes[0].images and len(classes[0].filled) > 1:
             inner = {**now, "train": classes[0].name}
             raise UserError(
-                f"{printable(place.path)} contains a single folder, {classes[0]}, with {some(list(classes[0].filled))}."
-                f" If they are classes: 'data.splits={show(inner)}', with the same folders in all splits."
+                f"The only folder in {printable(place.path)} is {classes[0]}, which contains"
+                f" {some(list(classes[0].filled))}. If these inner folders are classes, set"
+                f" 'data.splits={show(inner)}'. All splits must contain the same class folders."
             )
         return
     for level in levels if sum(depths.values()) > 2 * depths[0] else ():
@@ -378,35 +383,35 @@ def _require_clear(
         if shared and len(level) > 1:  # a single common subfolder, such as 'images', is ignored
             raise _same_folders(top, place, now, shared, by_split, evaluated)
     if len(depths) > 1:
-        counts = [f"{counted(depths[d], 'image')} in folders such as {examples[d].shown}" for d in sorted(depths)[:3]]
+        counts = [f"{counted(depths[d], 'image')} (for example in {examples[d].shown})" for d in sorted(depths)[:3]]
         found = (
-            f"Its images are at {len(depths)} depths: {'; '.join(counts)}. If the deeper folders are separate classes,"
-            " move all images to one depth."
+            f"The class folders contain images at {len(depths)} depths: {'; '.join(counts)}. If the deeper folders are"
+            " separate classes, move all images to the same depth."
         )
-        raise ambiguous(top.path, found, [("the top folders are the classes, with all images below them", now)])
+        raise ambiguous(top.path, found, [("the top-level folders are the classes of all images below them", now)])
     inner_count = sum(len(folders) for folders in levels[-1].values())
     notes.append(
-        f"The classes are the top folders of {printable(place.path)} ({some(list(place.filled))}). The images in their"
-        f" {counted(inner_count, 'subfolder')} belong to these classes."
+        f"The classes are the top-level folders of {printable(place.path)} ({some(list(place.filled))}). The images in"
+        f" {counted(inner_count, 'subfolder')} of the class folders belong to these classes."
     )
 
 
 def _same_folders(
     top: Folder, place: Folder, now: Chosen, shared: list[list[Folder]], by_split: _BySplit, evaluated: Sequence[Folder]
 ) -> UserError:
-    """Return the error for top folders (years, folds or splits) whose subfolders have the same names."""
+    """Return the error for top-level folders (such as years, folds or splits) whose subfolders have the same names."""
     inside = {folder.name.rpartition("/")[0] for folders in shared for folder in folders}
     holders = [one for one in _walk(place) if one.name in inside]
     names = sorted({os.path.basename(folder.name) for folders in shared for folder in folders})
-    found = f"{_listed(holders)} contain folders with the same names: {some(names)}."
-    classes = ("the top folders are the classes, with all images below them", now)
+    found = f"The folders {_listed(holders)} contain subfolders with the same names: {some(names)}."
+    classes = ("the top-level folders are the classes of all images below them", now)
     if "train" in splits_in(names).values():
         inner = [(split, one.folders[name].name) for one in holders for name, split in splits_in(one.filled).items()]
         if any(folder.images for folders in shared for folder in folders) or len(inner) > _MOST_PLACES:
-            found += " To keep their splits, move the images to train/CLASS and test/CLASS."
+            found += " To keep the splits of these folders, move the images to train/CLASS and test/CLASS."
             return ambiguous(top.path, found, [classes])
         joined: Any = {split: [name for s, name in inner if s == split] for split in dict(inner)}
-        return ambiguous(top.path, found, [("these are splits to be merged", joined), classes])
+        return ambiguous(top.path, found, [("these subfolders are splits that should be merged", joined), classes])
     splits = {name: split for split, of in by_split.items() for name in of}
     parts = [one for one in holders if one.name not in splits]
     readings: list[tuple[str, Chosen]] = []
@@ -416,7 +421,7 @@ def _same_folders(
             last = min(parts[::-1], key=lambda one: one.total) if len(parts) == 2 else parts[-1]
             train = [one.name for one in parts if one is not last]
             readings.append((f"{printable(last.name)} is the test split", {"train": train, "test": last.name}))
-        words = "all of them are training data" if len(parts) > 1 else f"{parts[0].name} is the training data"
+        words = "all of these folders are training data" if len(parts) > 1 else f"{parts[0].name} is the training data"
         readings.append((words, {"train": [one.name for one in parts], **others}))
     are_classes = all(place.filled.keys() & one.filled.keys() for one in evaluated)
     return ambiguous(top.path, found, [*readings, classes] if are_classes or not readings else readings)

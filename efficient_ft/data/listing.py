@@ -14,7 +14,7 @@ from efficient_ft.data.file_list import Paths
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.splits import SPLITS
 
-_TEST_SEED = 0  # fixed, so that the test images do not depend on the seed of the run
+_TEST_SEED = 0  # constant, so that the test images do not depend on the seed of the run
 _TEST_FRACTION = 0.2
 
 #: Maximum number of files per split whose sizes are read for a digest. Reading more sizes would be slow on remote file
@@ -28,7 +28,7 @@ def splits_of(listing: Any) -> dict[str, Any]:
 
 
 def hash_files(hasher: Any, paths: Iterable[str]) -> str:
-    """Add the path, size and modification time of each file to a hash, and return the hash in hexadecimal."""
+    """Update a hash with the path, size and modification time of each file, and return its hexadecimal digest."""
     for path in paths:
         about = " ".join(_status(path))
         hasher.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
@@ -47,7 +47,7 @@ def _status(path: str) -> tuple[str, ...]:
 class Samples:
     """Images with labels."""
 
-    images: Paths | np.ndarray  # paths of N files, or pixels in memory, uint8 (N, H, W, 3)
+    images: Paths | np.ndarray  # paths of N files, or the pixels of N images, uint8 (N, H, W, 3)
     labels: np.ndarray  # int64 (N,)
 
     def __len__(self) -> int:
@@ -55,7 +55,7 @@ class Samples:
 
     @property
     def is_files(self) -> bool:
-        """True if the images are paths of files, False if they are pixels in memory."""
+        """Return True if the images are file paths, and False if the images are pixels in memory."""
         return isinstance(self.images, Paths)
 
     def take(self, indices: np.ndarray) -> Samples:
@@ -66,7 +66,8 @@ class Samples:
     def content_digest(self) -> str:
         """Return a digest (16 hex digits) of the labels and the images.
 
-        The digest covers the pixels of images in memory, or the paths, sizes and modification times of files.
+        The digest covers the pixels if the images are in memory, and the paths, sizes and modification times of the
+        files otherwise.
         """
         hasher = hashlib.blake2b(label_bytes(self.labels), digest_size=8)
         if not isinstance(self.images, np.ndarray):
@@ -75,7 +76,7 @@ class Samples:
         return hasher.hexdigest()
 
     def join(self, other: Samples) -> Samples:
-        """Concatenate samples whose images are files."""
+        """Concatenate two sets of samples whose images are files."""
         assert isinstance(self.images, Paths)
         assert isinstance(other.images, Paths)
         return Samples(Paths.join([self.images, other.images]), np.concatenate([self.labels, other.labels]))
@@ -87,7 +88,7 @@ class AnyListing:
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
-    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files for each reason
+    left_out: dict[str, int] = field(default_factory=dict)  # number of unused files, keyed by the reason
 
     def digest(self) -> str:
         """Return a hexadecimal digest of the listed samples."""
@@ -107,9 +108,9 @@ class Listing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the class names, the labels and the images.
 
-        Up to 256 images of each split are included: the pixels of images in memory, or the sizes of image files. Paths
-        and file dates have no effect. If a file is replaced with a different file of equal size, the digest does not
-        change.
+        For at most 256 images of each split, the digest includes the pixels (for images in memory) or the file size.
+        Paths and modification times have no effect. If a file is replaced with a different file of equal size, the
+        digest does not change.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in splits_of(self).items():
@@ -124,7 +125,7 @@ class Listing(AnyListing):
 
 
 class Labeled(Protocol):
-    """Samples with one label each. The labels are int64 (N,)."""
+    """Samples that have one label each. The labels are an int64 array (N,)."""
 
     labels: np.ndarray
 
@@ -163,5 +164,5 @@ def label_bytes(labels: np.ndarray) -> memoryview:
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, and return (train, test). All runs hold out the same samples."""
+    """Hold out one fifth of every class for testing, and return (train, test). The result is the same in all runs."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

@@ -40,7 +40,7 @@ class DecodedImages:
     different store is used. The transform must resize all images to one size.
 
     Attributes:
-        folder: folder of this store.
+        folder: path of the subfolder.
         bytes: total size of the images in bytes.
     """
 
@@ -80,7 +80,7 @@ class DecodedImages:
             self._store.write([index], pixels)
         except StoreFullError:
             self._full = True
-            log.warning("The disk of %s is full. Further images are decoded in every epoch.", self.folder)
+            log.warning("The disk of %s is full. Images that are not stored are decoded in every epoch.", self.folder)
 
 
 _CACHE_BYTES = 64 << 20  # maximum total size of the resized images that are cached in memory
@@ -90,7 +90,7 @@ _Key = TypeVar("_Key")
 
 @dataclass
 class LoadFailure:
-    """The message of a `UserError` in a worker process.
+    """The message of a `UserError` that was raised in a worker process.
 
     A worker returns this object instead of raising an exception, because PyTorch would add the traceback of the worker
     to the message.
@@ -100,11 +100,11 @@ class LoadFailure:
 
 
 class SplitDataset(Dataset[tuple[Tensor, int]]):
-    """A dataset of augmented images, float32 (C, H, W), with labels. Its keys are (epoch, index).
+    """A dataset of augmented images, float32 (C, H, W), and their labels, indexed by (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index), and not on the number of worker processes, the access order or
-    the state of global random generators. Small images in memory are resized once and cached. Files are decoded
-    whenever they are read, unless `decoded` contains the images.
+    Augmentation depends only on (seed, epoch, index). It does not depend on the number of worker processes, the access
+    order or the state of global random generators. Small images in memory are resized once and cached. Files are
+    decoded whenever they are read, unless `decoded` contains the images.
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
@@ -154,7 +154,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         return image, int(self._labels[key[1]])
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load a batch: float32 (B, C, H, W) and int64 (B,), or a `LoadFailure` if a file cannot be read."""
+        """Load images, float32 (B, C, H, W), and labels, int64 (B,). Return a `LoadFailure` if a file is unreadable."""
         try:
             images = self._augmented(keys)
         except UserError as error:
@@ -165,7 +165,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
     """Load the sample of each key (epoch, index).
 
-    Before a sample is loaded, torch's CPU generator is seeded by (seed, epoch, index). The state of the generator is
+    Before a sample is loaded, torch's CPU generator is seeded with (seed, epoch, index). The state of the generator is
     restored at the end. The function `load` must load and augment the sample with the given index.
     """
     # torch.random.fork_rng and torch.manual_seed would also affect the generators of GPUs.
@@ -202,8 +202,8 @@ class Loader(DataLoader[tuple[Tensor, int]]):
                     raise UserError(batch.message)
                 yield batch
         except (UserError, RuntimeError) as error:
-            # End the worker processes here. Otherwise, the garbage collector could free their queues first, and wait
-            # five seconds for each process.
+            # Stop the worker processes here. Otherwise, the garbage collector could free the queues of the processes
+            # first, and then wait five seconds for each process.
             self._iterator = None
             del batches
             refuse_killed_worker(error)
@@ -224,15 +224,15 @@ def refuse_killed_worker(error: BaseException) -> None:
         return
     if stopping.asked:
         raise stopping.ending(stopping.asked[-1]) from None
-    reason = "by another process" if "Terminated" in text else "usually for lack of memory"
+    reason = " by another process" if "Terminated" in text else ", probably because of a lack of memory"
     raise UserError(
-        f"A worker process that loads data was killed, {reason} ({first_line(error)}). "
+        f"A worker process of the data loader was killed{reason} ({first_line(error)}). "
         "Reduce data.num_workers, or set data.num_workers=0."
     ) from error
 
 
 def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, batch_size: int | None) -> Loader:
-    """Create a loader. The dataset must return complete batches."""
+    """Create a loader for a dataset that returns complete batches."""
     return Loader(
         dataset,
         batch_size=batch_size,
@@ -254,8 +254,8 @@ class EpochSampler(Sampler[_Key]):
 
     Attributes:
         epoch: epoch of the next iteration.
-        start: number of keys that the next iteration skips, because an interrupted run has used them. It is reset
-            to 0 when the iteration starts, and does not change `len`.
+        start: number of keys that the next iteration skips, because an interrupted run has already used these keys.
+            `start` is reset to 0 when the iteration starts, and does not affect `len`.
     """
 
     epoch = 0
@@ -267,7 +267,7 @@ class EpochSampler(Sampler[_Key]):
 
 
 class CounterSampler(EpochSampler[tuple[int, int]]):
-    """Yield the (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
+    """A sampler that yields the (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
 
     In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
     If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
@@ -275,10 +275,11 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
     Args:
         size: number of images.
-        seed: seed of the order.
+        seed: seed of the random order.
         rank: rank of this process, 0 ≤ rank < world.
         world: number of processes.
-        shuffle: if True, shuffle the images differently in each epoch. If False, use one fixed order, for evaluation.
+        shuffle: if True, shuffle the images differently in each epoch. If False, use the same order in each epoch, for
+            evaluation.
         batch_size: training batch size of each process, or None to use all images.
 
     Attributes:
@@ -304,14 +305,14 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
             # The order is random, because data sets are often sorted by class and a limited evaluation uses only the
             # first batches.
             order = np.random.default_rng(0).permutation(self.size)
-        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would use five times the memory
+        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would take five times the memory
             yield epoch, int(index)
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
     """Return the number of images that all processes together use in an epoch.
 
-    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
+    This number gives all processes the same number of batches, and avoids a last batch of a single image.
     """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped

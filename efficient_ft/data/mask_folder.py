@@ -1,4 +1,4 @@
-"""Read a user's own images with masks from folders."""
+"""Read images and their masks from folders."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ _DECODED = 16  # number of masks whose values are reported if there is no class 
 
 
 def missing_mask_folder(root: Path) -> str | None:
-    """Return the error message if `root` is not a folder, otherwise None."""
-    return None if root.is_dir() else f"data.root={printable(root)}: no such folder. {LAYOUT}"
+    """Return the error message if `root` is not a folder, or None otherwise."""
+    return None if root.is_dir() else f"data.root={printable(root)}: the folder does not exist. {LAYOUT}"
 
 
 def read_mask_folder(
@@ -39,17 +39,17 @@ def read_mask_folder(
     Images, masks and splits are recognized by folder names: ``SPLIT/images`` with ``SPLIT/masks``, ``images/SPLIT``
     with ``masks/SPLIT``, ``SPLIT`` with ``SPLIT_masks``, or ``images`` with ``masks``. If there is neither a validation
     nor a test split, one fifth of the images is held out for testing. The held-out images are the same for every seed.
-    A mask has the name of its image, except for the extension and a constant prefix or suffix.
+    A mask must have the same name as its image, except for the extension and a constant prefix or suffix.
 
     Args:
-        root: folder of the data set. It may be a link.
-        settings: settings of the masks.
+        root: folder of the data set, or a link to this folder.
+        settings: mask settings (``data.masks``).
         chosen: folders of each split, as in ``data.splits``, or None to recognize the splits by name.
-        follow_links: if True, follow links that lead out of `root`, and list these links in the notes.
+        follow_links: if True, follow links that point outside of `root`, and list these links in the notes.
 
     Raises:
         UserError: If the folder does not exist, there are no classes, the layout is ambiguous, an image has no mask, or
-            a link leads out of `root` and `follow_links` is False.
+            a link points outside of `root` and `follow_links` is False.
     """
     if (problem := missing_mask_folder(root)) is not None:
         raise UserError(problem)
@@ -78,11 +78,12 @@ def read_mask_folder(
     if val is None and test is None:
         total = len(train)
         if total < 2:
-            raise UserError(f"{printable(root.absolute())} has only one image, so none can be held out for testing.")
+            text = f"{printable(root.absolute())} contains only one image with a mask, so no image can be held out for"
+            raise UserError(f"{text} testing. Add more images with masks.")
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
         number = f"{len(test)} of {total} images {verb(len(test), 'is', 'are')}"
-        notes.append(f"{number} held out for testing, the same for every seed.")
+        notes.append(f"{number} held out for testing. The held-out images are the same for every seed.")
     return MaskListing(classes, train, val, test, notes=notes, origins=origins, left_out=dict(found.left_out))
 
 
@@ -102,11 +103,11 @@ def _values_found(places: Places) -> str:
     if not read:
         return ""
     listed = some([f"{value} (in {count})" for value, count in sorted(images.items())], 12)
-    return f" The values in {read} of {counted(len(paths), 'training mask')}: {listed}."
+    return f" The following values were found in {read} of {counted(len(paths), 'training mask')}: {listed}."
 
 
 class _Pairs:
-    """Collect the images and masks of folders, and count unused files.
+    """Collector of the images and masks in folders, which also counts unused files.
 
     A file belongs to the innermost folder in `areas` that contains the file.
     """
@@ -124,9 +125,10 @@ class _Pairs:
                 name, number = shown(images.path, self._root), counted(images.count, "image")
                 if split == "train":
                     place = printable(images.path.absolute())
-                    raise UserError(f"{place} has {number}, but no matching folder of masks. {LAYOUT}")
+                    raise UserError(f"{place} contains {number}, but there is no matching folder of masks. {LAYOUT}")
                 self.left_out[f"images without masks ({name})"] += images.count
-                self.notes.append(f"{name} has {number} without masks, which {verb(images.count, 'is', 'are')} unused.")
+                unused = verb(images.count, "This image is", "These images are")
+                self.notes.append(f"{name} contains {number} without masks. {unused} not used.")
                 continue
             part = self._matched(images.path, masks.path)
             found.images.extend(part.images)
@@ -195,7 +197,7 @@ class _Pairs:
                 continue
             key = os.path.relpath(stem, folder).replace(os.sep, "/")
             if key in found:
-                raise UserError(f"{printable(folder)} has two files for {printable(key)}. Keep one of them.")
+                raise UserError(f"{printable(folder)} contains two files for {printable(key)}. Keep one of the files.")
             found[key] = path
         return found, other
 
@@ -207,14 +209,14 @@ def _several(masks: Path, found: Matches, mask_files: Mapping[str, str], images:
     if found.suffixes:
         likely, *others = found.suffixes
         advice = (
-            f"Choose one by its suffix: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
-            " masks must contain the ids of classes, not of objects."
+            f"Choose one mask by its suffix: data.masks.suffix={likely} (other suffixes: {some(others)}). The"
+            " masks must contain class ids instead of object ids."
         )
         if any("gtFine" in suffix for suffix in found.suffixes):
-            advice += " Or use data=cityscapes, which reads the folders as published."
+            advice += " You can also use data=cityscapes, which reads the published folders."
     return UserError(
-        f"{printable(masks.absolute())} has several masks for one image: {one} and {two}"
-        f" ({counted(len(mask_files), 'mask')}, {counted(images, 'image')}). {advice}"
+        f"{printable(masks.absolute())} contains several masks for one image: {one} and {two}."
+        f" There are {counted(len(mask_files), 'mask')} for {counted(images, 'image')}. {advice}"
     )
 
 
@@ -228,24 +230,26 @@ def _lacking(
     expected = found.rule.split()[0].replace("NAME", core) if "NAME" in found.rule else stem
     place = (masks.absolute() / first).parent / f"{expected}.png"
     more = f" {len(found.images)} of {total} images have no mask." if len(found.images) > 1 else ""
-    text = f"{printable(image_files[first])} has no mask {printable(place)}.{more}"
+    text = f"The image {printable(image_files[first])} has no mask. The file {printable(place)} does not exist.{more}"
     lossy = {kind: count for kind, count in others.items() if kind in (".jpg", ".jpeg", ".jfif", ".webp")}
     if lossy:
         kind, count = max(lossy.items(), key=lambda item: item[1])
         return UserError(
-            f"{text} {printable(masks)} contains {counted(count, f'{kind} file')}: JPEG and WebP change pixel values"
-            " and cannot store masks. Export the masks as PNG from their source."
+            f"{text} {printable(masks)} contains {counted(count, f'{kind} file')}. JPEG and WebP change pixel values"
+            " and cannot store masks. Export the masks from their source as PNG files."
         )
     if mask_files and not found.pairs:
         text += (
-            f" No image and mask have the same name. {counted(total, 'image')}: {some(sorted(image_files), 3)};"
-            f" {counted(len(mask_files), 'mask')}: {some(sorted(mask_files), 3)}. Give each mask the name of its image;"
-            " one mask per image contains the ids of all classes."
+            f" No mask has the same name as an image. Names of {counted(total, 'image')}:"
+            f" {some(sorted(image_files), 3)}. Names of {counted(len(mask_files), 'mask')}:"
+            f" {some(sorted(mask_files), 3)}. Give each mask the name of its image. Each image must have"
+            " one mask with the ids of all classes."
         )
     elif found.masks:
         has = verb(len(found.masks))
         text += f" {counted(len(found.masks), 'mask')} {has} no image: {some(found.masks, 3)}."
     elif others:
         listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
-        text += f" {printable(masks)} contains other files ({listed}); masks must be {', '.join(MASK_EXTENSIONS)}."
+        allowed = ", ".join(MASK_EXTENSIONS)
+        text += f" {printable(masks)} contains other files ({listed}). Masks must be {allowed} files."
     return UserError(f"{text} Add the mask, or remove the image.")

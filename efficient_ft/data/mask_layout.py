@@ -1,4 +1,4 @@
-"""Find the folders of images and masks of each split, by their names or by settings."""
+"""Find the image and mask folders of each split, by folder names or by settings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, places_of
 
 LAYOUT = (
     "Expected layout: {train,val,test}/images/NAME.jpg with {train,val,test}/masks/NAME.png, or"
-    " images/{train,val,test} with masks/{train,val,test}; and classes.txt."
+    " images/{train,val,test} with masks/{train,val,test}. The file classes.txt contains the class names."
 )
 _DEPTH = 4  # maximum depth of folders whose names are parsed
 
@@ -41,8 +41,8 @@ class Area:
 class Tree:
     """The folders of a data set."""
 
-    areas: list[Area] = field(default_factory=list)  # folders of images named after a kind or a split
-    plain: dict[str, int] = field(default_factory=dict)  # number of image files in each of the other folders
+    areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
+    plain: dict[str, int] = field(default_factory=dict)  # number of image files in each other folder
     inside: dict[str, int] = field(default_factory=dict)  # number of images in subfolders of areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files or subfolders
 
@@ -53,7 +53,7 @@ def shown(path: Path, root: Path) -> str:
 
 
 def mask_tree(root: Path, settings: MaskConfig) -> Tree:
-    """Parse the names of all folders below the root, and count their images."""
+    """Parse the names of all folders below the root, and count the images in each folder."""
     tree = Tree()
     seen: set[str] = set()
     areas: dict[Path, Area] = {}
@@ -125,7 +125,7 @@ def _images_below(folder: Path) -> int:
     return count + sum(_images_below(inner) for inner in folders.values() if not inner.is_symlink())
 
 
-#: For each split, pairs of an image folder and its mask folder. The mask folder is None if there are no masks.
+#: For each split, pairs of an image folder and its mask folder. The mask folder is None if the images have no masks.
 Places = dict[Split, list[tuple[Area, Area | None]]]
 
 
@@ -153,7 +153,7 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         by_split: Chosen = {s: shown(a.path, root)[:-1] for a in images if (s := a.split) is not None}
         every: Chosen = {"train": [shown(a.path, root)[:-1] for a in images]}
         readings = [("only the folders named after splits are used", by_split), ("all images are training data", every)]
-        found = f"It contains {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}."
+        found = f"The folder contains both {_counts(whole, root)} and {_counts([a for a in images if a.split], root)}."
         raise ambiguous(root, found, readings)
     if not splits:
         masks = [area for area in masks if area.split is None] or masks
@@ -197,8 +197,8 @@ def _one(root: Path, areas: list[Area], setting: str) -> Area:
     named = [n if n.replace("_", "").replace("-", "").isalnum() else f"'\"{printable(n)}\"'" for n in names]
     choices = " or ".join(f"data.masks.{setting}={name}" for name in named[:3])
     raise UserError(
-        f"{printable(root.absolute())} has several folders of {noun}: {_counts(areas, root)}. Choose one: {choices}, or"
-        " move the other folders out of the data set."
+        f"{printable(root.absolute())} contains several folders of {noun}: {_counts(areas, root)}. Choose one folder"
+        f" with {choices}, or move the other folders out of the data set."
     )
 
 
@@ -215,12 +215,13 @@ def _refuse_prefixes(root: Path, areas: list[Area]) -> None:
     inner = next(prefix for prefix, _ in counts.most_common() if prefix)
     if len(counts) == 1:
         place = printable(root / inner)
-        raise UserError(f"{printable(root.absolute())} has all images in {printable(inner)}/. Pass data.root={place}.")
+        text = f"All images of {printable(root.absolute())} are in {printable(inner)}/. Set data.root={place}."
+        raise UserError(text)
     listed = some([f"{prefix or '.'} ({counted(count, 'file')})" for prefix, count in counts.most_common()])
-    one = f"If one is the data set, pass data.root={printable(root / inner)}."
+    one = f"If one of these folders is the data set, set data.root={printable(root / inner)}."
     ordered = sorted(prefix or "." for prefix in counts)
     readings: list[tuple[str, Chosen]] = [
-        ("all of them are training data", {"train": ordered}),
+        ("all of these folders are training data", {"train": ordered}),
         (f"{ordered[-1]} is the test split", {"train": ordered[:-1], "test": ordered[-1]}),
     ]
     if "" in counts:
@@ -235,21 +236,22 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
             others = Counter(one.suffix.lower() or "no extension" for one in area.path.iterdir() if one.is_file())
             listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3)) or "no files"
             return UserError(
-                f"{printable(area.path.absolute())} has no masks (found: {listed}). Save one image file per"
-                f" mask ({', '.join(MASK_EXTENSIONS)})."
+                f"{printable(area.path.absolute())} contains no masks (found: {listed}). Save each mask as a separate"
+                f" image file ({', '.join(MASK_EXTENSIONS)})."
             )
     counts = [(shown(a.path, root), a.count) for a in tree.areas if a.kind]
     counts += [(shown(a.path, root), a.count) for a in tree.areas if not a.kind and not tree.inside]
     counts += [(f"{name}/", count) for name, count in (*tree.inside.items(), *tree.plain.items())]
     there = [f"{name} ({counted(count, 'file')})" for name, count in counts]
     if not there:
-        return UserError(f"{printable(root.absolute())} has no folder of images with masks. {LAYOUT}")
+        return UserError(f"{printable(root.absolute())} contains no folder of images with masks. {LAYOUT}")
     together = ""
     if not has_masks and any(_named_masks(root / a.path) for a in tree.areas):
-        together = " Images and masks must be in separate folders: move the masks to masks/."
+        together = " Images and masks must be in separate folders. Move the masks to masks/."
     return UserError(
-        f"{printable(root.absolute())} has no folder of {lacks} with a known name. Found: {some(there)}.{together} Set"
-        f" data.masks.folder=NAME and data.masks.image_folder=NAME, or rename the folders. {LAYOUT}"
+        f"{printable(root.absolute())} contains no folder of {lacks} with a known name. The following folders were"
+        f" found: {some(there)}.{together} Set data.masks.folder=NAME and data.masks.image_folder=NAME, or rename the"
+        f" folders. {LAYOUT}"
     )
 
 
@@ -292,8 +294,8 @@ def _named(root: Path, tree: Tree, split: Split, path: Path) -> tuple[Area, Area
         masks = masks or [area for area in other if area.path.is_dir()]
     if not masks:
         raise UserError(
-            f"data.splits.{split}={printable(path.relative_to(root).as_posix())} has no matching folder of masks."
-            f" Found: {_counts(every, root) or 'none'}. Pass a folder with images/ and masks/, or set"
+            f"data.splits.{split}={printable(path.relative_to(root).as_posix())}: there is no matching folder of masks."
+            f" Found: {_counts(every, root) or 'none'}. Choose a folder that contains images/ and masks/, or set"
             " data.masks.folder=NAME."
         )
     return _one(root, images, "image_folder"), _one(root, masks, "folder")

@@ -1,4 +1,4 @@
-"""Parse and match folder and file names of images and masks."""
+"""Parse the folder names of images and masks, and match their file names."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ _JOINED = re.compile(
 
 @dataclass(frozen=True)
 class FolderName:
-    """The kind of files that a folder name denotes (or None), and the other words of the name.
+    """The kind of files that a folder name denotes, or None, and the remaining words of the name.
 
-    The other words may denote a split.
+    The remaining words may denote a split.
     """
 
     kind: Kind | None
@@ -60,7 +60,7 @@ class Matches:
     images: list[str]  # names of images without a mask
     masks: list[str]  # names of masks without an image
     rule: str = ""  # description of how the names correspond; empty if the names are equal
-    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) of image names that mask names lack
+    image_affix: tuple[str, str] = ("", "")  # (prefix, suffix) that only image names have
     several: tuple[str, str] | None = None  # two masks of one image, or None if no image has several masks
     suffixes: tuple[str, ...] = ()  # suffixes of the masks of one image; the first one most likely denotes class ids
 
@@ -152,7 +152,7 @@ def _content(name: str) -> str:
 
 
 def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str]]:
-    """Return up to four (prefix, suffix) pairs that extend image names to mask names, most frequent pair first."""
+    """Return at most four (prefix, suffix) pairs that extend image names to mask names, in order of frequency."""
     found = Counter[tuple[str, str]]()
     by_folder: dict[str, list[str]] = {}
     for mask in masks:
@@ -168,7 +168,7 @@ def _affixes(images: Sequence[str], masks: Sequence[str]) -> list[tuple[str, str
 
 
 def _is_another_number(before: str, stem: str, after: str) -> bool:
-    """Return True if the digits next to a name change its number, such as 1 to 11, but not 1 to 001."""
+    """Return True if the digits next to a name change its number: 11 differs from 1, but 001 does not."""
     digits = before[len(before.rstrip("0123456789")) :]
     return (stem[:1].isdigit() and digits.strip("0") != "") or (stem[-1:].isdigit() and after[:1].isdigit())
 
@@ -203,7 +203,7 @@ def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:
-    """Remove a prefix and a suffix from a name, or return None if the name does not have both."""
+    """Remove a prefix and a suffix from a name, or return None if the name lacks one of them."""
     folder, slash, stem = _plain(name).rpartition("/")
     if not stem.startswith(prefix) or not stem.endswith(suffix) or len(stem) <= len(prefix) + len(suffix):
         return None

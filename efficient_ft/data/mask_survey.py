@@ -1,4 +1,4 @@
-"""Survey masks before training: read headers and decode a sample of the masks, to reject ambiguous data."""
+"""Read headers and decode a sample of the masks before training, to reject ambiguous data."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress,
 from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_size, read_header, read_mask, read_pixels
 from efficient_ft.data.splits import quoted
 
-_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; fewer masks are decoded if they are large
+_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; large masks reduce the number of masks
 _SEARCHED = 512  # maximum number of masks that are decoded before a split is rejected
 Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixels of an image, and its EXIF orientation
 
@@ -38,7 +38,7 @@ class Counted:
 
 @dataclass(frozen=True)
 class Pair:
-    """The headers of an image and its mask. A header is None if the file cannot be read."""
+    """The headers of an image and its mask. A header is None if its file cannot be read."""
 
     image: str
     mask: str
@@ -49,7 +49,7 @@ class Pair:
     def orientation(self) -> str | None:
         """The orientation of the mask: ``raw``, ``upright`` or ``unclear``.
 
-        None if the image has no EXIF orientation, or a header cannot be read.
+        The orientation is None if the image has no EXIF orientation or if a header cannot be read.
         """
         if self.stored is None or self.stored[1] == 1 or self.header is None:
             return None
@@ -58,7 +58,7 @@ class Pair:
 
 @dataclass
 class Survey:
-    """The headers and pixel counts of the masks in each split."""
+    """The headers of the images and masks in each split, and the pixel counts of the masks."""
 
     headers: dict[str, list[Pair]] = field(default_factory=dict)  # headers of images and masks
     counted: dict[str, list[tuple[str, Counted]]] = field(default_factory=dict)  # paths and pixel counts of masks
@@ -165,9 +165,10 @@ def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
 
 
 def mask_orientation(image: str, mask: str, exif: str) -> int:
-    """Return the EXIF orientation to apply to a mask, given ``data.masks.exif``, or 1 if the mask is already upright.
+    """Return the EXIF orientation that must be applied to a mask, or 1 if the mask is already upright.
 
-    Raise `UserError` if the sizes do not determine whether the mask matches the upright image or the stored pixels.
+    `exif` is the setting ``data.masks.exif``. Raise `UserError` if the sizes do not determine whether the mask matches
+    the upright image or the stored pixels.
     """
     stored = raw_size(image)
     if stored is None or stored[1] == 1 or exif == "upright":
@@ -177,15 +178,16 @@ def mask_orientation(image: str, mask: str, exif: str) -> int:
     reading = _orientation_by_size(stored, read_header(mask).size)
     if reading is None:
         raise UserError(
-            f"{printable(image)} has the EXIF orientation {stored[1]}, but the sizes do not show whether its mask"
-            f" belongs to the stored or the upright pixels. {_EXIF}"
+            f"The image {printable(image)} has the EXIF orientation {stored[1]}, but the sizes do not show whether the"
+            f" mask of the image belongs to the stored or to the upright pixels. {_EXIF}"
         )
     return stored[1] if reading == "raw" else 1
 
 
 _EXIF = (
-    "Set data.masks.exif=upright if masks were drawn on the images as viewers show them, or data.masks.exif=raw if they"
-    " were drawn on the stored pixels (cv2.IMREAD_IGNORE_ORIENTATION, PIL without exif_transpose)."
+    "Set data.masks.exif=upright if the masks were drawn on upright images, as in an image viewer. Set"
+    " data.masks.exif=raw if the masks were drawn on the stored pixels (for example, with"
+    " cv2.IMREAD_IGNORE_ORIENTATION, or with PIL without exif_transpose)."
 )
 
 
@@ -203,7 +205,7 @@ def _orientation_by_size(stored: Stored, mask: tuple[int, int]) -> str | None:
 def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, settings: MaskConfig, own: bool) -> None:
     """Raise `UserError` if masks are ambiguous or unusable.
 
-    If `own` is True (for a user's own folder), the ids in the masks are also compared with the ids of the classes.
+    If `own` is True (for the folder of a user), the ids in the masks are also compared with the ids of the classes.
     """
     found = survey(parts, classes)
     _refuse_palettes(found, classes)
@@ -214,7 +216,7 @@ def refuse_unclear_masks(parts: Mapping[str, MaskSamples], classes: Classes, set
         try:
             _refuse_values(found, classes, split, own)
         except UserError:
-            # A small sample often lacks a class: examine more masks before rejecting the data.
+            # A small sample often lacks a class. Therefore, more masks are examined before the data is rejected.
             wider = [part.masks[i] for i in spread(len(part), _SEARCHED)]
             results = in_threads(lambda path: counted_mask(path, classes), wider)
             found.counted[split] = list(zip(wider, results, strict=True))
@@ -245,15 +247,16 @@ def _refuse_palettes(found: Survey, classes: Classes) -> None:
             at = shared[int(np.argmax(differs))]
             one, two = (" ".join(map(str, colors[at].tolist())) for colors in (first, palette))
             raise UserError(
-                f"The palettes of the masks differ: index {at} is the color {one} in {printable(every[0][0])}, and"
-                f" {two} in {printable(mask)} ({len(every)} palettes compared, {sum(found.totals.values())} masks). Set"
-                " data.masks.palette=index if the indices are the class ids. To map the masks by color, add the colors"
-                " to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors={NAME: [RED, GREEN, BLUE], …}."
+                f"The palettes of the masks differ ({len(every)} palettes of {sum(found.totals.values())} masks were"
+                f" compared). Index {at} is the color {one} in {printable(every[0][0])}, but the color {two} in"
+                f" {printable(mask)}. Set data.masks.palette=index if the indices are the class ids. To map the masks"
+                " by color, add the colors to classes.txt ('NAME RED GREEN BLUE'), or set"
+                " data.masks.colors={NAME: [RED, GREEN, BLUE], …}."
             )
 
 
 def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
-    """Raise `UserError` if the indices of a gray palette differ from their gray values, and both could be class ids."""
+    """Raise `UserError` if the indices of a gray palette differ from its gray values, and both could be class ids."""
     if classes.palette != "auto" or classes.colors:
         return
     palettes = {pair.mask: pair.header.palette for pair in found.pairs if pair.header is not None}
@@ -267,9 +270,9 @@ def _refuse_gray_palettes(found: Survey, classes: Classes) -> None:
         if (used == used[:, :1]).all() and differs.any() and set(grays.tolist()) <= set(classes.ids):
             at = int(np.argmax(differs))
             raise UserError(
-                f"The gray palette of {printable(path)} is ambiguous: index {one.values[at]} is the gray value"
-                f" {grays[at]}, and both are class ids. Set data.masks.palette=index if the indices are the ids, or"
-                " save the masks without a palette."
+                f"The gray palette of {printable(path)} is ambiguous. Index {one.values[at]} has the gray value"
+                f" {grays[at]}, and both numbers are class ids. Set data.masks.palette=index if the indices are the"
+                " class ids, or save the masks without a palette."
             )
 
 
@@ -286,8 +289,8 @@ def _refuse_orientations(found: Survey) -> None:
     ]
     raise UserError(
         f"{len(unclear)} of {counted(len(found.pairs), 'image')} {verb(len(unclear))} an EXIF orientation ({shown}),"
-        f" such as {printable(unclear[0][0])}, but the sizes do not show whether their masks belong to the stored or"
-        f" the upright pixels.{''.join(hints)} {_EXIF}"
+        f" for example {printable(unclear[0][0])}. The sizes do not show whether the masks of these images belong to"
+        f" the stored or to the upright pixels.{''.join(hints)} {_EXIF}"
     )
 
 
@@ -295,7 +298,7 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
     shares, rows = found.shares(split), found.counted[split]
     broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not broken:
-        index = " set data.masks.palette=index if its indices are the class ids."
+        index = " set data.masks.palette=index if the palette indices are the class ids."
         values = " map its values to classes: data.masks.values={VALUE: NAME, …}."
         raise UserError(
             f"No pixel of the {split} masks has a label ({examined(found, split)}). Remove the {split} split, or"
@@ -308,7 +311,7 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
             read_mask(broken[0], classes)
         except UserError as error:
             masks = counted(len(rows), f"{split} mask")
-            raise UserError(f"{len(broken)} of {masks} examined cannot be used. {error}") from error
+            raise UserError(f"{len(broken)} of {masks} that were examined cannot be used. {error}") from error
 
 
 def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
@@ -322,12 +325,13 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
         has = f"{unknown} of {counted(len(rows), f'{split} mask')} {verb(unknown)} values"
         if outside:
             raise UserError(
-                f"{has} outside of 0 to 65535: {_shown(values)}. Save one class id per pixel, or 255 for no label."
+                f"{has} outside of the range 0 to 65535: {_shown(values)}. Save one class id per pixel, or 255 for a"
+                " pixel without a label."
             )
         raise UserError(
-            f"{has} without a class: {_shown(values)}. The {len(classes.names)} classes have the ids"
-            f" {some(list(map(str, classes.ids)))}. Map each value to a class: {_values(values, classes)}, or ignore a"
-            " value: data.masks.ignored=[VALUE]."
+            f"{has} that belong to no class: {_shown(values)}. The {len(classes.names)} classes have the ids"
+            f" {some(list(map(str, classes.ids)))}. Map each value to a class with {_values(values, classes)}, or"
+            " ignore a value with data.masks.ignored=[VALUE]."
         )
     _refuse_mixed(rows, classes, split)
     present = np.flatnonzero(found.shares(split)[:UNKNOWN])
@@ -346,20 +350,21 @@ def _refuse_ids(found: Survey, classes: Classes, split: str) -> None:
     if unlabeled:
         fewer = ""
         if 2 <= len(values) < len(classes.names):
-            fewer = f" with 'data.masks.classes=[{', '.join(map(quoted, classes.names[: len(values)]))}]'"
+            fewer = f" and 'data.masks.classes=[{', '.join(map(quoted, classes.names[: len(values)]))}]'"
         raise UserError(
-            f"{seen}. Pixels of value 255 have no label, so {lacking}. If 255 is a class, map the values:"
-            f" {_values(values, classes)}{fewer}. If not, set {keep}."
+            f"{seen}. Pixels with the value 255 have no label, so {lacking}. If 255 is a class, map the values to"
+            f" classes with {_values(values, classes)}{fewer}. Otherwise, set {keep}."
         )
     name = classes.names[int(present[0])]
     if single:
         raise UserError(
-            f"{seen}: every pixel is {name}, and {lacking}. Check the masks. If they are right, set {keep}."
+            f"{seen}. Every pixel belongs to the class {name}, and {lacking}. Check the masks. If the masks are"
+            f" correct, set {keep}."
         )
     two = ", ".join(map(quoted, classes.names[:2]))
     raise UserError(
-        f"{seen}, but the data set has {len(classes.names)} classes: {lacking}. If it has two classes, name them:"
-        f" 'data.masks.classes=[{two}]'. If these masks are right, set {keep}."
+        f"{seen}, but the data set has {len(classes.names)} classes, and {lacking}. If the data set has only two"
+        f" classes, set 'data.masks.classes=[{two}]'. If the masks are correct, set {keep}."
     )
 
 
@@ -373,10 +378,11 @@ def _refuse_mixed(rows: Sequence[Counted], classes: Classes, split: str) -> None
         return  # 255 marks unlabeled borders
     first, second = map(quoted, classes.names)
     raise UserError(
-        f"{ones} of {len(rows)} examined {split} masks {verb(ones, 'contains', 'contain')} the value 1, {whites}"
-        f" {verb(whites, 'contains', 'contain')} 0 and 255, and none contains both 1 and 255. Pixels of value 255 have"
-        f" no label, so {classes.names[1]} has no pixels in the latter. If both values are {classes.names[1]}, set"
-        f" 'data.masks.values={{0: {first}, 1: {second}, 255: {second}}}'. If not, set data.masks.values=ids."
+        f"Of {len(rows)} examined {split} masks, {ones} {verb(ones, 'contains', 'contain')} the value 1, and {whites}"
+        f" {verb(whites, 'contains', 'contain')} only the values 0 and 255. No mask contains both 1 and 255. Pixels"
+        f" with the value 255 have no label, so masks with 0 and 255 contain no pixels of {classes.names[1]}. If 1 and"
+        f" 255 both denote {classes.names[1]}, set 'data.masks.values={{0: {first}, 1: {second}, 255: {second}}}'."
+        " Otherwise, set data.masks.values=ids."
     )
 
 

@@ -25,10 +25,10 @@ from efficient_ft.data.inspection import spread
 from efficient_ft.data.listing import DIGEST_FILES, AnyListing, hash_files, splits_of
 
 Color = tuple[int, int, int]
-#: Extensions of mask files. Their formats can store exact values.
+#: Extensions of mask files. These file formats can store exact values.
 MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
-#: Factors by which Pillow scales gray values of 2 and 4 bits to 8 bits.
+#: Factors by which Pillow scales 2-bit and 4-bit gray values to 8 bits.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
 _INVERTED = 262  # TIFF tag PhotometricInterpretation; 0 means WhiteIsZero
 _ORIENTATION = 274
@@ -49,13 +49,13 @@ class Pixels:
     """The pixels of a mask."""
 
     mode: str  # Pillow's mode
-    ids: np.ndarray  # int64 (H, W), values or palette indices; -1 where the three channels differ
+    ids: np.ndarray  # int64 (H, W), gray values or palette indices; -1 for pixels whose channels differ
     colors: np.ndarray | None = None  # int64 (H, W), red · 65536 + green · 256 + blue, or None for gray pixels
 
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a mask file, and its palette."""
+    """The header and the palette of a mask file."""
 
     mode: str  # Pillow's mode
     size: tuple[int, int]  # (width, height)
@@ -63,7 +63,7 @@ class Header:
 
 
 class _UnusableMaskError(Exception):
-    """The error for an unusable mask. Its message does not contain the path."""
+    """An error for an unusable mask. The message of the error does not contain the path of the mask."""
 
 
 def read_pixels(path: str, orientation: int = 1) -> Pixels:
@@ -77,10 +77,10 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
             raw = _raw_mode(image)
             image.load()
             _require_upright(image)
-            if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has changed the values
+            if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has converted the values to 8 bits
                 raise _UnusableMaskError(
-                    f"the mask has {len(image.getbands())} channels of 16 bits. Save it with one class id per pixel, or"
-                    " with 8-bit colors."
+                    f"the mask has {len(image.getbands())} channels of 16 bits. Save the mask with one class id per"
+                    " pixel, or with 8-bit colors."
                 )
             return _pixels(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image, raw)
     except MemoryError:
@@ -89,7 +89,7 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
         raise UserError(f"{printable(path)}: {error}") from None
     except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
         reason = str(error).replace(repr(path), "it") or type(error).__name__
-        raise UserError(f"{printable(path)}: not readable as a mask ({reason}).") from error
+        raise UserError(f"{printable(path)}: the file cannot be read as a mask ({reason}).") from error
 
 
 def read_header(path: str) -> Header:
@@ -107,7 +107,8 @@ def read_header(path: str) -> Header:
     except MemoryError:
         raise
     except Exception as error:
-        raise UserError(f"{printable(path)}: not readable as a mask ({error or type(error).__name__}).") from error
+        reason = error or type(error).__name__
+        raise UserError(f"{printable(path)}: the file cannot be read as a mask ({reason}).") from error
 
 
 def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
@@ -136,7 +137,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _png_has_exif(file: object) -> bool:
-    """Return True if a PNG file has an orientation chunk. To find it, Pillow would decode the entire image."""
+    """Return True if a PNG file has an orientation chunk. Pillow would decode the entire image to find this chunk."""
     read, seek = file.read, file.seek  # type: ignore[attr-defined]
     while len(start := read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
@@ -165,8 +166,8 @@ def _require_exact(image: Image.Image) -> None:
     if image.format not in _EXACT or "jpeg" in compression or "webp" in compression:
         kind = image.format if image.format not in _EXACT else f"{image.format} with {compression} compression"
         raise _UnusableMaskError(
-            f"a mask must be a PNG, TIFF, BMP or GIF file, got {kind}, which does not keep exact values. Export the"
-            " mask as PNG from its source."
+            f"a mask must be a PNG, TIFF, BMP or GIF file, got {kind}. This format does not store exact values."
+            " Export the mask from its source as a PNG file."
         )
     frames = getattr(image, "n_frames", 1)
     if frames > 1:
@@ -175,15 +176,16 @@ def _require_exact(image: Image.Image) -> None:
         _require_upright(image)  # Pillow rotates TIFF images while loading
         if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
             raise _UnusableMaskError(
-                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so its values are"
-                " ambiguous. Save the mask as PNG."
+                "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so the values are"
+                " ambiguous. Save the mask as a PNG file."
             )
 
 
 def _require_upright(image: Image.Image) -> None:
     orientation = _orientation(image)
     if orientation != 1:
-        raise _UnusableMaskError(f"the mask has its own EXIF orientation ({orientation}). Save it without orientation.")
+        text = f"the mask has an EXIF orientation tag ({orientation}). Save the mask without this tag."
+        raise _UnusableMaskError(text)
 
 
 def _pixels(image: Image.Image, raw: str) -> Pixels:
@@ -191,7 +193,8 @@ def _pixels(image: Image.Image, raw: str) -> Pixels:
     if mode in ("LA", "RGBA"):
         alpha = np.asarray(image.getchannel("A"))
         if alpha.size and (alpha != alpha.flat[0]).any():
-            raise _UnusableMaskError(f"the mask has varying transparency (mode {mode}). Save it without transparency.")
+            text = f"the transparency of the mask varies (mode {mode}). Save the mask without transparency."
+            raise _UnusableMaskError(text)
         image = image.convert("RGB") if mode == "RGBA" else image.getchannel("L")
     elif mode not in ("1", "L", "P", "RGB") and not mode.startswith("I"):
         kind = "floating-point values" if mode == "F" else f"the mode {mode}"
@@ -220,15 +223,18 @@ class Classes:
     names: tuple[str, ...]  # class names, in the order of the network's outputs
     ids: tuple[int, ...]  # pixel values of these classes in masks and predictions
     ignored: frozenset[int] = frozenset({IGNORED})  # values without a label; includes 255 unless 255 is a class
-    further: tuple[tuple[int, int], ...] = ()  # (value, class index) of additional values of the classes
+    further: tuple[tuple[int, int], ...] = ()  # (value, class index) for each additional value of a class
     colors: tuple[Color, ...] = ()  # class colors in color masks; empty if masks contain only ids
     ignored_colors: frozenset[Color] = frozenset()  # colors of pixels without a label
-    palette: Literal["auto", "index", "color"] = "auto"  # how palettes are read; auto: by color if classes have colors
+    palette: Literal["auto", "index", "color"] = "auto"  # how to read palettes; auto means color if classes have colors
     chosen: bool = False  # True if the user has specified the meaning of the values
 
     @cached_property
     def table(self) -> np.ndarray:
-        """For each value, the class index, `IGNORED` or `UNKNOWN`: uint8 (65537,). The last entry is `UNKNOWN`."""
+        """A uint8 table (65537,) of the class index, `IGNORED` or `UNKNOWN` for each value.
+
+        The last entry is `UNKNOWN`.
+        """
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -238,9 +244,9 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """For each color, the class index, `IGNORED` or `UNKNOWN`: uint8 (2**24,).
+        """A uint8 table (2**24,) of the class index, `IGNORED` or `UNKNOWN` for each color.
 
-        The color (red, green, blue) has the position red · 65536 + green · 256 + blue in the table.
+        The index of the color (red, green, blue) is red · 65536 + green · 256 + blue.
         """
         table = np.full(1 << 24, UNKNOWN, dtype=np.uint8)
         table[[r << 16 | g << 8 | b for r, g, b in self.ignored_colors]] = IGNORED
@@ -249,13 +255,13 @@ class Classes:
 
     @cached_property
     def gray(self) -> bool:
-        """True if all colors are gray. In this case, masks with one channel are read by color."""
+        """Return True if all colors are gray. In this case, the values of masks with one channel are read as colors."""
         return bool(self.colors) and all(len(set(color)) == 1 for color in (*self.colors, *self.ignored_colors))
 
     def values(self, pixels: Pixels) -> tuple[np.ndarray, bool]:
         """Return the pixel values that determine the classes, int64 (H, W), and whether these values are colors.
 
-        Raise `ValueError` if the mask has colors, but the classes have none.
+        Raise `ValueError` if the mask contains colors, but the classes have no colors.
         """
         if self.colors and pixels.colors is not None and not (pixels.mode == "P" and self.palette == "index"):
             return pixels.colors, True
@@ -269,7 +275,7 @@ class Classes:
         return ids, False
 
     def indices(self, values: np.ndarray, by_color: bool) -> np.ndarray:
-        """Return the class index, `IGNORED` or `UNKNOWN` for each value: uint8 (H, W)."""
+        """Return the class index, `IGNORED` or `UNKNOWN` for each value, as a uint8 array (H, W)."""
         if by_color:
             return self.color_table[values]
         outside = (values < 0) | (values >= 1 << 16)
@@ -307,7 +313,8 @@ class MaskListing(AnyListing):
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes and the files.
 
-        The names and sizes of up to 256 image files of each split, and of their mask files, are included.
+        The digest includes the names and sizes of at most 256 image files of each split, and those of the corresponding
+        mask files.
         """
         classes = self.classes
         about: tuple[object, ...] = (classes.names, classes.ids)
@@ -340,9 +347,9 @@ def read_mask(
 ) -> np.ndarray:
     """Read a mask as class indices, uint8 (H, W), and apply the EXIF orientation. Unlabeled pixels are `IGNORED`.
 
-    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, the mask does not have
-    this size, the mask has colors instead of ids, the mask has values without a class, or `labeled` is True and no
-    pixel has a label.
+    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, the mask has a different
+    size, contains colors instead of ids, or contains values without a class, or if `labeled` is True and no pixel has a
+    label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
@@ -350,17 +357,17 @@ def read_mask(
         factor = width / size[0]
         advice = ""
         if abs(factor - height / size[1]) < 0.02 * factor:
-            advice = " The mask looks resized: save it at the size of its image, with nearest-neighbor interpolation."
+            advice = " If the mask was resized, save it in the size of its image with nearest-neighbor interpolation."
         raise UserError(
-            f"{printable(path)}: the mask is {width}×{height}, but its image is {size[0]}×{size[1]}. Both must have the"
-            f" same size.{advice}"
+            f"{printable(path)}: the size of the mask is {width}×{height}, but the size of its image is"
+            f" {size[0]}×{size[1]}. Both sizes must be equal.{advice}"
         )
     try:
         values, by_color = classes.values(pixels)
     except ValueError:
         assert pixels.colors is not None
         raise UserError(
-            f"{printable(path)}: the mask has colors (mode {pixels.mode}) instead of class ids:"
+            f"{printable(path)}: the mask contains colors (mode {pixels.mode}) instead of class ids:"
             f" {shown_values(pixels.colors, True)}. Add the class colors to classes.txt ('NAME RED GREEN BLUE' on each"
             " line), set data.masks.colors={NAME: [RED, GREEN, BLUE], …}, or save the mask with one class id per pixel."
         ) from None
@@ -375,16 +382,16 @@ def read_mask(
 
 def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) -> str:
     if by_color:
-        back = ", or set data.masks.palette=index to read palette indices" if mode == "P" else ""
+        back = " To read palette indices instead, set data.masks.palette=index." if mode == "P" else ""
         return (
-            f"colors without a class: {shown_values(values, True)}. Add them to the class list or to"
-            f" data.masks.colors, with the name void if they have no label{back}."
+            f"the mask contains colors without a class: {shown_values(values, True)}. Add these colors to the class"
+            f" list or to data.masks.colors. Use the name void for colors without a label.{back}"
         )
     known = ", ".join(map(str, _ranges(sorted({*classes.ids, *(value for value, _ in classes.further)}))))
-    smooth = " The file looks smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
+    smooth = " The file may have been smoothed or converted from JPEG." if len(np.unique(values[:10_000])) > 16 else ""
     return (
-        f"ids without a class: {shown_values(values, False)}. The classes have the ids {known}; unlabeled"
-        f" pixels have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
+        f"the mask contains ids without a class: {shown_values(values, False)}. The classes have the ids {known}."
+        f" Unlabeled pixels have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
         " Correct the mask, or map each value to a class: data.masks.values={VALUE: NAME, …}."
     )
 
@@ -411,7 +418,7 @@ def shown_values(values: np.ndarray, by_color: bool) -> str:
 
 
 def class_colors(count: int) -> np.ndarray:
-    """Return distinguishable class colors from the palette of Pascal VOC: uint8 (count, 3)."""
+    """Return `count` distinguishable class colors from the Pascal VOC palette, uint8 (count, 3)."""
     colors = np.zeros((count, 3), dtype=np.uint8)
     for number in range(count):
         value = number + 1

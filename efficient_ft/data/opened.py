@@ -1,4 +1,4 @@
-"""The base class of data sets that are ready for training: splits, loaders and summaries."""
+"""Base class of data sets that are ready for training, with splits, loaders and summaries."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ Wrap = Callable[[_Dataset], Dataset[Any]]  # a function that converts a dataset 
 class OpenedData(ABC, Generic[_Part, _Dataset]):
     """A data set that is ready for training and evaluation.
 
-    A subclass sets `_parts` to the result of `_choose_splits`, and implements `_dataset`, `inspect` and `reading`.
+    A subclass must set `_parts` to the result of `_choose_splits`, and implement `_dataset`, `inspect` and `reading`.
 
     Args:
         config: the `data` section of the configuration.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
         class_names: class names, indexed by label.
-        listing: lists of the samples of each split.
+        listing: listing of the samples in each split.
 
     Attributes:
         class_names: class names, indexed by label.
@@ -87,9 +87,9 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             self._notes.append(f"The best epoch is selected on the test {noun}s (data.select_best_on=test).")
         elif "val" not in parts:
             fraction = self._config.val_fraction
-            other = f"select the best epoch on the test {noun}s: data.select_best_on=test."
+            other = f"select the best epoch on the test {noun}s with data.select_best_on=test."
             if not 0 < fraction < 1:
-                known = f"> 0 and < 1 for a data set without validation {noun}s"
+                known = f"> 0 and < 1 if the data set has no validation {noun}s"
                 raise SettingError("data.val_fraction", fraction, known, f"Or {other}" if test else None)
             train, parts["val"] = hold_out(parts["train"], fraction, self._seed)
             if not len(parts["val"]):
@@ -113,17 +113,18 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
 
     @abstractmethod
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        """Inspect the samples. By default, read headers and some samples, which takes about half a second.
+        """Inspect the samples.
 
-        If `thorough` is True, read every sample.
+        By default, only headers and some samples are read, which takes about half a second. If `thorough` is True,
+        every sample is read.
         """
 
     @abstractmethod
     def reading(self, *, training: bool) -> Reading:
         """Estimate the memory required to read batches.
 
-        If `training` is True, the estimate applies to training samples, otherwise to the samples of all evaluated
-        splits.
+        The estimate applies to training samples if `training` is True, and to the samples of all evaluated splits
+        otherwise.
         """
 
     def inspection_bytes(self) -> int:
@@ -144,7 +145,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return printable(self._config.root) if self._config.name in OWN_FOLDERS else self._config.name
 
     def summary(self, *, thorough: bool = False) -> Summary:
-        """Return a summary of the data set; see `inspect` for `thorough`."""
+        """Return a summary of the data set. See `inspect` for the argument `thorough`."""
         splits = {}
         for split, part in self._parts.items():
             labels = self._labels(part)
@@ -192,7 +193,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return [(one, names[int(label)]) for one, label in zip(self.shown(inputs, input), targets, strict=True)]
 
     def legend(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Return the name and RGB color of each class that `labeled` draws, or an empty list if it draws no classes."""
+        """Return the name and RGB color of each class that `labeled` draws, or an empty list if there are none."""
         return []
 
     @property
@@ -240,7 +241,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, batch_size)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1, **wrap: Any) -> list[Loader]:
-        """Return the evaluation loader of each data set. A single data set has one loader; see `eval_loader`."""
+        """Return the evaluation loader of each data set. A single data set has one loader (see `eval_loader`)."""
         return [self.eval_loader(split, rank, world, **wrap)]
 
     def keep_decoded(self, epochs: int) -> None:
@@ -249,14 +250,14 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         Raise `SettingError` if ``data.keep_decoded=on`` is not supported.
         """
         if self._config.keep_decoded == "on":
-            raise SettingError("data.keep_decoded", "on", "auto or off with this data set")
+            raise SettingError("data.keep_decoded", "on", "auto or off for this data set")
 
     def content_digest(self) -> str:
         """Return a digest of the training samples and of the samples on which the best epoch is selected."""
         return "".join(self._parts[split].content_digest() for split in ("train", self.best_split))
 
     def report(self) -> dict[str, Any]:
-        """Return the facts to record for a run: name, number of classes, splits, digest, skipped files and notes."""
+        """Return the record of the data: name, number of classes, splits, digest, skipped files and notes."""
         return {
             "name": self._config.name,
             "classes": self.num_classes,

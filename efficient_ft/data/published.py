@@ -1,6 +1,6 @@
 """Published data sets: their files, downloads and lists.
 
-Most image lists are read by torchvision, so splits and labels are identical to torchvision's.
+Most image lists are read by torchvision, so the splits and labels are the same as in torchvision.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from efficient_ft.data.text_rows import read_rows
 from efficient_ft.data.texts import TextListing, listing_of
 
 _ALTERNATIVES = (
-    "Or use data=folder data.root=DIR (your own images, DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "
-    "or DIR/CLASS/*.jpg), or data=digits (needs no files)."
+    "You can also use your own images with data=folder data.root=DIR (DIR/train/CLASS/*.jpg and DIR/test/CLASS/*.jpg, "
+    "or DIR/CLASS/*.jpg), or use data=digits, which requires no files."
 )
 
 
@@ -62,7 +62,7 @@ class PublishedSet:
         return [archive for archive in self.archives if archive.state(root) != "ready"]
 
     def missing(self, name: str, root: Path, download: bool) -> str | None:
-        """Return an error message if files are missing and cannot be downloaded, otherwise None.
+        """Return an error message if files are missing and cannot be downloaded, or None otherwise.
 
         The message contains `name` (the value of ``data.name``), the missing files, their expected locations below
         `root`, and alternatives. If `download` is True, the server is queried for missing files.
@@ -71,15 +71,15 @@ class PublishedSet:
         for archive in absent:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
-                    f"data={name}: {(root / str(archive.unpacks)).absolute()} is incomplete and lacks"
-                    f" {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
+                    f"data={name}: the folder {(root / str(archive.unpacks)).absolute()} is incomplete. It does not"
+                    f" contain {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
                     f" {self.alternatives}"
                 )
         if not absent:
             if self.intact is None or self.pending(root) or self.intact(root):
                 return None
             return (
-                f"data={name}: files in {(root / self.folder).absolute()} are damaged (their checksums differ). "
+                f"data={name}: files in {(root / self.folder).absolute()} are damaged (the checksums differ). "
                 f"Delete this folder and run the command again. {self.alternatives}"
             )
         if self.by_hand is not None:
@@ -92,7 +92,7 @@ class PublishedSet:
             if reason is None:
                 return None
             why = f"The missing files cannot be downloaded: {reason}."
-        state = f"data={name}: {self.title} is not complete in {root.absolute()}. {why}"
+        state = f"data={name}: the files of {self.title} in {root.absolute()} are not complete. {why}"
         lines = [state, "Copy these files to the following locations:"]
         for archive in absent:
             lines.append(f"  {archive.describe(root)}")
@@ -104,13 +104,13 @@ class PublishedSet:
 def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
     """List the samples of the published image data set `name`.
 
-    All archives of the data set must be ``ready`` below `root`. Raise `UserError` if a list is damaged, or if listed
-    images do not exist or are outside of the data set. If `follow_links` is True, links to targets outside of the data
-    set's folder are followed.
+    All archives of the data set must be in the state ``ready`` below `root`. Raise `UserError` if a list is damaged, or
+    if listed images do not exist or are outside of the data set. If `follow_links` is True, links that point outside of
+    the data set folder are followed.
     """
     source = PUBLISHED[name]
     where = (root / source.folder).absolute()
-    again = f"Remove {where} and run the command again (its archives are kept), or replace it with a complete copy."
+    again = f"Remove {where} and run the command again (the archives are kept), or use a complete copy of the data set."
     try:
         listing: Listing = source.read(root)
     except Exception as error:  # readers raise exceptions of many types on damaged lists
@@ -124,7 +124,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     gone = _nonexistent(files)
     if gone:
         raise UserError(
-            f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, such as"
+            f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, for example"
             f" {printable(gone[0])}. {again}"
         )
     for paths in files:
@@ -148,7 +148,7 @@ def _nonexistent(parts: Sequence[Paths]) -> list[str]:
 def _samples(dataset: Any) -> Samples:
     """Return the paths and labels of a torchvision data set.
 
-    In different torchvision classes, the attributes with paths and labels have different names.
+    The names of the attributes that contain paths and labels differ between torchvision classes.
     """
     if hasattr(dataset, "_samples"):
         paths, labels = zip(*dataset._samples, strict=True)
@@ -163,7 +163,7 @@ def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]
-        names = getattr(parts[0], "classes", None)  # older torchvision has no names for Flowers-102
+        names = getattr(parts[0], "classes", None)  # None for Flowers-102 in older torchvision versions
         names = [f"flower {i}" for i in range(1, 103)] if names is None else [str(name) for name in names]
         train, *val, test = map(_samples, parts)
         return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
@@ -172,7 +172,7 @@ def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
 
 
 def _read_cub(root: Path) -> Listing:
-    """List CUB-200-2011 from its text files. Damaged lists raise OSError, ValueError or KeyError."""
+    """List the samples of CUB-200-2011. Raise OSError, ValueError or KeyError if a list is damaged."""
     folder = root / "CUB_200_2011"
 
     def table(name: str) -> dict[int, str]:
@@ -212,7 +212,7 @@ _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
-#: Data sets by name. URLs and checksums are taken from torchvision, sizes from the publishers.
+#: Image data sets, keyed by name. URLs and checksums are taken from torchvision, and sizes from the publishers.
 # fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
@@ -265,7 +265,7 @@ PUBLISHED: dict[str, PublishedSet] = {
             Archive("stanford_cars/cars_test_annos_withlabels.mat"),
         ),
         _reader(datasets.StanfordCars, "train", "test"),
-        by_hand="Its publisher has withdrawn the download, so an existing copy of its files is required.",
+        by_hand="The publisher has withdrawn the download, so an existing copy of the files is required.",
     ),
     "cub200": PublishedSet(
         "CUB-200-2011", 200, "CUB_200_2011",
@@ -274,25 +274,28 @@ PUBLISHED: dict[str, PublishedSet] = {
                     contents=("images", "images.txt", "classes.txt", "image_class_labels.txt", "train_test_split.txt")),
         ),
         _read_cub,
-        by_hand="Download its archive by hand: https://data.caltech.edu/records/65de6-vp158.",
+        by_hand="Download the archive manually from https://data.caltech.edu/records/65de6-vp158.",
     ),
 }
 # fmt: on
 
 
-#: File name and number of rows of each split of RTE.
+#: File name and number of rows of each RTE split.
 _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
-    """List RTE (Wang et al., "GLUE", ICLR 2019). The task is to decide whether a sentence entails a second sentence."""
+    """List the samples of RTE (Wang et al., "GLUE", ICLR 2019).
+
+    The task is to decide whether a sentence entails another sentence.
+    """
     folder, found = root / "RTE", SplitRows()
     for split, (name, count) in _RTE.items():
         read = read_rows(folder / name, settings)
         if len(read.rows) != count:
             raise UserError(
-                f"{printable((folder / name).absolute())} has {counted(len(read.rows), 'row')} instead of {count:,}."
-                " Remove the folder and run the command again to download it."
+                f"{printable((folder / name).absolute())} contains {counted(len(read.rows), 'row')} instead of"
+                f" {count:,}. Remove the folder and run the command again to download the data set."
             )
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
         found.notes += read.notes
@@ -303,7 +306,7 @@ def _read_rte(root: Path, settings: TextConfig) -> TextListing:
 
 _RTE_URL = "https://dl.fbaipublicfiles.com/glue/data/RTE.zip"
 _RTE_ARCHIVE = Archive("RTE.zip", "RTE", _RTE_URL, contents=("train.tsv", "dev.tsv"))
-_OWN_TEXTS = "Or use data=text_folder data.root=FILE (your own texts, .csv, .tsv or .jsonl)."
+_OWN_TEXTS = "You can also use your own texts with data=text_folder data.root=FILE (a .csv, .tsv or .jsonl file)."
 TEXT_SETS = {"rte": PublishedSet("RTE (GLUE)", 2, "RTE", (_RTE_ARCHIVE,), _read_rte, alternatives=_OWN_TEXTS)}
 
 
@@ -326,7 +329,7 @@ _CITYSCAPES_IDS = 34
 
 @dataclass(frozen=True)
 class MaskSet:
-    """A published segmentation data set, which must be downloaded by hand."""
+    """A published segmentation data set, which must be downloaded manually."""
 
     title: str  # name shown in messages
     folder: str  # default folder below `data.root`
@@ -347,9 +350,9 @@ class MaskSet:
         if not absent:
             return None
         return (
-            f"data={name} ({self.title}): {printable(folder.absolute())} has no {', '.join(absent)}.\n"
-            f"Download it from {self.source} and set data.root to the folder with {', '.join(self.contents)}. For other"
-            " layouts, use data=mask_folder."
+            f"data={name} ({self.title}): {printable(folder.absolute())} does not contain {', '.join(absent)}.\n"
+            f"Download the data set from {self.source} and set data.root to the folder that contains"
+            f" {', '.join(self.contents)}. For other layouts, use data=mask_folder."
         )
 
 
@@ -362,7 +365,8 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
     lists = root / "ImageSets" / "Segmentation"
     train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
     if train is None:
-        raise UserError(f"{printable(lists.absolute())} has no trainaug.txt, the list of the augmented training set.")
+        missing = "trainaug.txt, the list of the augmented training set"
+        raise UserError(f"{printable(lists.absolute())} does not contain {missing}.")
     parts = []
     for file in (train, lists / "val.txt"):
         stems = [Path(name).stem for name in _names(file)]  # some lists contain paths instead of names
@@ -373,13 +377,13 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
 
 
 def _names(file: Path) -> list[str]:
-    again = "Restore this list from the data set."
+    again = "Restore this file from the published data set."
     try:
         found = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
         raise UserError(f"{printable(file)} cannot be read ({first_line(error)}). {again}") from error
     if not found:
-        raise UserError(f"{printable(file)} lists no image. {again}")
+        raise UserError(f"{printable(file)} contains no names of images. {again}")
     return found
 
 
@@ -389,7 +393,7 @@ def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
         folder, labels = root / "leftImg8bit" / split, root / "gtFine" / split
         images = sorted(folder.glob("*/*_leftImg8bit.png"))
         if not images:
-            raise UserError(f"{printable(folder.absolute())} has no CITY/*_leftImg8bit.png.")
+            raise UserError(f"{printable(folder.absolute())} contains no file CITY/*_leftImg8bit.png.")
         names = [one.relative_to(folder).as_posix().replace("_leftImg8bit", "_gtFine_labelIds") for one in images]
         parts.append(_existing(images, [labels / name for name in names], root, follow_links))
     return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], notes=_on_val("Cityscapes"))
@@ -398,7 +402,7 @@ def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
 def _existing(images: Sequence[Path], masks: Sequence[Path], root: Path, follow_links: bool) -> MaskSamples:
     for path in (*images, *masks):
         if not path.is_file():
-            raise UserError(f"{printable(path)}: no such file. The copy of the data set is incomplete.")
+            raise UserError(f"{printable(path)}: the file does not exist. The copy of the data set is incomplete.")
     samples = MaskSamples(list(map(str, images)), list(map(str, masks)))
     refuse_elsewhere((*samples.images, *samples.masks), root, follow_links)
     return samples
@@ -414,7 +418,7 @@ MASK_SETS: dict[str, MaskSet] = {
     "camvid": MaskSet(
         "CamVid", "camvid", Classes(_CAMVID, tuple(range(len(_CAMVID))), frozenset({len(_CAMVID), IGNORED})),
         ("train/images", "train/masks"), _camvid,
-        "http://mi.eng.cam.ac.uk/research/projects/VideoRec/CamVid/, as train, val and test with images/ and masks/",
+        "http://mi.eng.cam.ac.uk/research/projects/VideoRec/CamVid/ (train, val and test with images/ and masks/)",
     ),
     "voc2012_aug": MaskSet(
         "Pascal VOC 2012, augmented", "VOCdevkit/VOC2012", Classes(_VOC, tuple(range(len(_VOC)))),

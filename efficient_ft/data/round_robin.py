@@ -1,4 +1,4 @@
-"""Load several data sets in round robin, with one optimizer step of each task in turn.
+"""Load several data sets in round-robin order, with one optimizer step for each task in turn.
 
 Optimizer step k uses task k mod T of T tasks. The largest data set determines the number of rounds in an epoch. Smaller
 data sets are repeated in a new order, even within an epoch. All orders depend only on the seed and on counters, so a
@@ -28,7 +28,7 @@ class RoundRobinData:
 
     Attributes:
         parts: data set of each task, in the order of training.
-        best_split: split on which the best epoch is selected, the same for all tasks.
+        best_split: split on which the best epoch is selected for all tasks.
     """
 
     def __init__(self, parts: Mapping[str, ImageData], grad_accum_steps: int) -> None:
@@ -46,7 +46,7 @@ class RoundRobinData:
         return {task: part.num_classes for task, part in self.parts.items()}
 
     def train_loader(self, rank: int = 0, world: int = 1) -> Loader:
-        """Return a loader of batches (images, labels, task). Its sampler is a `RoundRobinSampler`.
+        """Return a loader of batches (images, labels, task). The sampler of the loader is a `RoundRobinSampler`.
 
         All tasks share the worker processes. The number of processes is the maximum of `num_workers` over all tasks.
         Raise `UserError` if the training images of a task yield no batch.
@@ -54,14 +54,14 @@ class RoundRobinData:
         loaders = {task: part.train_loader(rank, world) for task, part in self.parts.items()}
         for task, loader in loaders.items():
             if not len(loader):
-                raise UserError(f"The training set of {task} yields no batch. Add images to tasks.{task}.root.")
+                raise UserError(f"The training set of task {task} yields no batch. Add images to tasks.{task}.root.")
         dataset = _RoundRobinDataset({task: loader.dataset for task, loader in loaders.items()})  # type: ignore[misc]
         batches: Any = {task: loader.batch_sampler for task, loader in loaders.items()}
         workers = max(loader.num_workers for loader in loaders.values())
         return make_loader(dataset, RoundRobinSampler(batches, self._grad_accum_steps), workers, batch_size=None)
 
     def eval_loaders(self, split: Split, rank: int = 0, world: int = 1) -> list[Loader]:
-        """Return the evaluation loaders of all tasks, in order. Raise `UserError` if a data set lacks this split."""
+        """Return the evaluation loaders in the order of the tasks. Raise `UserError` if a data set lacks this split."""
         return [part.eval_loader(split, rank, world) for part in self.parts.values()]
 
     def report(self) -> dict[str, Any]:
@@ -72,10 +72,10 @@ class RoundRobinData:
 
 
 class RoundRobinSampler(EpochSampler[tuple[str, list[Any]]]):
-    """Yield (task, keys of a batch) pairs for one process.
+    """A sampler that yields (task, keys of a batch) pairs for one process.
 
     Args:
-        batches: batch sampler of each task. Its `sampler` must be a `CounterSampler`.
+        batches: batch sampler of each task. The `sampler` of each batch sampler must be a `CounterSampler`.
         grad_accum_steps: number of consecutive batches from the same task per optimizer step.
     """
 

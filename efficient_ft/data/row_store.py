@@ -1,7 +1,7 @@
-"""Store rows of equal length in a file, with checksums, for several processes.
+"""Store rows of equal length and their checksums in files that several processes share.
 
-A row exists if its checksum exists. The checksum is written last: if a process is killed while it writes a row, the row
-does not exist. Processes that write the same row must write the same bytes. The file is not memory-mapped, because
+A row exists if its checksum exists. The checksum is written last, so a row does not exist if a process is killed while
+it writes the row. Processes that write the same row must write the same bytes. The file is not memory-mapped, because
 mapped pages would count as process memory.
 """
 
@@ -32,7 +32,7 @@ _WRITTEN = 1 << 32  # bit that marks a checksum as written
 
 
 class StoreFullError(Exception):
-    """The error for a disk that has no space for another row."""
+    """An error that is raised if the disk has no space for another row."""
 
 
 class RowStore:
@@ -133,7 +133,7 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
 
     Args:
         settings: common prefix of the settings ``<settings>_limit`` and ``<settings>_folder``.
-        limit: maximum total size of the stores, with a unit (``4GB``).
+        limit: maximum total size of the stores, with a unit (for example, ``4GB``).
         stores: total size in bytes of the store in each folder. All folders have the same parent and need not exist.
         what: noun for the rows, used in messages.
         how: advice on avoiding the stores, shown in messages.
@@ -149,8 +149,8 @@ def require_room(settings: str, limit: str | int | float, stores: Mapping[Path, 
     taken = sum(file.stat().st_blocks * 512 for folder in stores for file in folder.glob("*"))
     free = shutil.disk_usage(there).free
     if size - taken > free:
-        needed = f"at least {format_bytes(size - taken)} free for these {what}"
-        known = f"on a disk with {needed} ({format_bytes(free)} are available)"
+        needed = f"at least {format_bytes(size - taken)} of free space for these {what}"
+        known = f"on a disk with {needed} ({format_bytes(free)} is available)"
         raise SettingError(f"{settings}_folder", parent, known, how)
 
 

@@ -31,19 +31,19 @@ from efficient_ft.data.masks import Classes, MaskListing, MaskSamples, class_col
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
-STRIDE = 32  # evaluated images are padded to multiples of this number, the largest stride of an encoder
-#: Memory in bytes per pixel, measured with 4-megapixel files. Reading a mask requires `_READ`, in addition to decoding
-#: its image. Resizing the image and the mask in training requires `_ZOOMED` per resized pixel.
+STRIDE = 32  # largest stride of an encoder; evaluated images are padded to multiples of this number
+#: Memory in bytes per pixel, measured with 4-megapixel files. Reading a mask requires `_READ`, in addition to the
+# memory for decoding the image. Resizing the image and the mask in training requires `_ZOOMED` per resized pixel.
 _READ, _ZOOMED = 22, 6
 OPACITY = 0.5  # opacity of class colors over an image
 
 
 class MaskTransform:
-    """Transform an image and its mask jointly, for `training` or for evaluation.
+    """Joint transform of an image and its mask, for `training` or for evaluation.
 
-    In training, the image and the mask are resized by a random factor and randomly cropped to the input size. If they
-    are smaller than the input size, they are padded, and the padding has no label. If `masks.flip` is True, half of the
-    images are mirrored. In evaluation, the entire image is used, and resized if `masks.resize` is set.
+    In training, the image and the mask are resized by a random factor and randomly cropped to the input size. Images
+    and masks that are smaller than the input size are padded, and the padding has no label. If `masks.flip` is True,
+    half of the images are mirrored. In evaluation, the entire image is used, and resized if `masks.resize` is set.
     """
 
     def __init__(self, input: InputSpec, masks: MaskConfig, training: bool) -> None:
@@ -69,7 +69,7 @@ class MaskTransform:
         return pixels, target[0]
 
     def batch(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Normalize images, and pad and stack images and masks: float32 (B, 3, H, W) and int64 (B, H, W)."""
+        """Return padded batches of normalized images, float32 (B, 3, H, W), and of masks, int64 (B, H, W)."""
         sizes = [pixels.shape[-2:] for pixels, _ in pairs]
         stride = 1 if self._training else STRIDE
         height, width = (-(-max(size[k] for size in sizes) // stride) * stride for k in (0, 1))
@@ -88,7 +88,7 @@ def _padded(x: Tensor, height: int, width: int, value: float) -> Tensor:
 
 @dataclass(eq=False)
 class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
-    """A dataset of the images and masks of a split. Its keys are (epoch, index).
+    """A dataset of the images and masks of a split, indexed by (epoch, index).
 
     Augmentation depends only on (seed, epoch, index).
     """
@@ -112,7 +112,10 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         return image, read_mask(mask, self.classes, image.size, orientation, self.labeled)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load a batch: float32 (B, 3, H, W) and int64 (B, H, W), or a `LoadFailure` if a file cannot be read."""
+        """Load images, float32 (B, 3, H, W), and masks, int64 (B, H, W).
+
+        Return a `LoadFailure` if a file cannot be read.
+        """
         try:
             pairs = load_seeded(self.seed, keys, lambda index: self.transform(*self.read(index)))
         except UserError as error:
@@ -124,14 +127,14 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """A segmentation data set that is ready for training and evaluation.
 
     Args:
-        listing: lists of the images and masks of each split.
+        listing: listing of the images and masks in each split.
         config: the `data` section of the configuration.
         input: size of training crops, and normalization of the network.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Attributes:
         classes: classes with their ids in the masks.
-        masks: settings of the masks.
+        masks: mask settings (``data.masks``).
 
     Raises:
         SettingError: If a setting is incompatible with the data set.
@@ -206,11 +209,15 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
         left = [i for i in range(len(part)) if i not in failures]
         if not left:
-            raise UserError(f"The {name} split has no usable image (data.on_corrupt=skip). Replace its files.")
+            text = f"The {name} split contains no usable image (data.on_corrupt=skip)."
+            raise UserError(f"{text} Replace the files of this split.")
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return up to `count` evenly spread images of the test split (or else of the validation split), with masks."""
+        """Return at most `count` evenly spread images and masks of the test split.
+
+        If there is no test split, the validation split is used.
+        """
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
@@ -219,7 +226,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:
     """Blend an RGB picture with the colors of the classes in its mask.
 
-    `mask` is uint8 (H, W), and `colors` is uint8 (classes, 3). Pixels with the value `IGNORED` stay unchanged.
+    `mask` is uint8 (H, W), and `colors` is uint8 (classes, 3). Pixels with the value `IGNORED` are not changed.
     """
     labeled = mask != IGNORED
     mixed = Image.blend(picture, Image.fromarray(colors[np.where(labeled, mask, 0)]), OPACITY)

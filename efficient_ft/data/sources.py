@@ -21,7 +21,7 @@ from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
-#: For each data set that reads a user's folder, the function that returns the error message for a missing folder.
+#: For each data set that reads a folder of the user, the function that returns the error message for a missing folder.
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 
@@ -29,7 +29,7 @@ class DataSource(Protocol):
     """A data set that is added by a task kind in another package."""
 
     def missing(self, config: DataConfig) -> str | None:
-        """Return an error message if files are missing, otherwise None. See `missing_data`."""
+        """Return an error message if files are missing, or None otherwise. See `missing_data`."""
 
     def class_count(self, config: DataConfig) -> int | None:
         """Return the number of network outputs for the data, or None if the files do not exist."""
@@ -38,18 +38,18 @@ class DataSource(Protocol):
         """Return an object that lists the samples of each split, with the attributes of `listing.Listing`."""
 
 
-#: Data sets of other packages, by name. They are added by `training.kinds.registry.register`.
+#: Data sets of other packages, keyed by name. `training.kinds.registry.register` adds entries.
 SOURCES: dict[str, DataSource] = {}
 
 
 def missing_data(config: DataConfig) -> str | None:
     """Check that the files of a data set exist or can be downloaded.
 
-    The check takes about `core.network.PROBE_SECONDS` at most.
+    The check takes at most about `core.network.PROBE_SECONDS` seconds.
 
     Returns:
-        None if the files exist or can be downloaded now, otherwise a message with the missing files, their expected
-        locations and alternatives.
+        None if the files exist or can be downloaded now. Otherwise, a message with the missing files, their expected
+        locations, and alternatives.
     """
     if config.name == "digits":
         return None
@@ -104,7 +104,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
-    """Open an image data set: download missing files, list the samples, and split them.
+    """Open an image data set. Missing files are downloaded, and the samples are listed and split.
 
     Args:
         config: the `data` section of the configuration.
@@ -112,7 +112,7 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
         seed: seed of the run, which determines the validation split, the order and the augmentation.
 
     Raises:
-        UserError: If the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing or damaged, or cannot be split as configured.
     """
     listing = read_data(config)
     if isinstance(listing, MaskListing):
@@ -126,7 +126,7 @@ def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: 
     """Open a text data set. See `TextData` for the arguments.
 
     Raises:
-        UserError: If the data are missing, damaged, or cannot be split as configured.
+        UserError: If the data are missing or damaged, or cannot be split as configured.
     """
     return TextData(_read_texts(config), config, tokenizer, max_length, seed)
 

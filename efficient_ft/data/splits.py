@@ -1,7 +1,7 @@
-"""Recognize splits by the names of folders and files of images, masks and texts.
+"""Recognize splits by the names of folders and files.
 
 A name denotes a split if it contains one of the words in `_WORDS`, with or without neutral affixes: ``train_set``,
-``Validation-images``, ``seg_test``, ``train2017``. Several names that differ only in this word also denote splits:
+``Validation-images``, ``seg_test``, ``train2017``. Names that differ only in this word also denote splits, for example
 ``birds_train`` and ``birds_test``.
 """
 
@@ -62,7 +62,7 @@ def split_of(name: str) -> Split | None:
 def splits_in(names: Iterable[str]) -> dict[str, Split]:
     """Return the split of each name that denotes a split, either alone or together with another name.
 
-    The names are subfolder names or file stems in one folder.
+    `names` must contain subfolder names or file stems of one folder.
     """
     found: dict[str, Split] = {}
     together: dict[tuple[str, ...], dict[str, Split]] = defaultdict(dict)
@@ -91,13 +91,13 @@ def part_names(names: Iterable[str]) -> list[str]:
 
 
 def places_of(root: Path, chosen: Chosen) -> dict[Split, list[Path]]:
-    """Return the folders or files that the setting ``data.splits`` names for each split. The name ``.`` denotes `root`.
+    """Return the folders or files that the setting ``data.splits`` lists for each split. The name ``.`` denotes `root`.
 
     Raise `SettingError` if there is no training data, if a path does not exist or is outside of `root`, or if two paths
     are equal or one contains the other.
     """
     if not chosen.get("train"):
-        raise SettingError("data.splits", show(chosen), "a mapping that names the training data", "Add train: FOLDER.")
+        raise SettingError("data.splits", show(chosen), "a mapping with the training data", "Add train: FOLDER.")
     places: dict[Split, list[Path]] = {}
     seen: dict[Path, str] = {}
     for split in SPLITS:
@@ -125,20 +125,21 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
     """Create the error for an ambiguous layout.
 
     The sentence `found` describes the contents of `root`. Each entry of `readings` contains a description of a possible
-    interpretation, and the value of ``data.splits`` that selects it.
+    interpretation, and the value of ``data.splits`` that selects this interpretation.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
-    return UserError(f"{printable(root)} can be read in several ways. {found} Choose one: {choices}.")
+    return UserError(f"{printable(root)} can be interpreted in several ways. {found} Choose one: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]], found: str = "") -> UserError:
     """Create the error for a split that has several folders or files.
 
-    `places` contains the names of the folders or files of each split. `found` replaces their list in the message.
+    `places` contains the names of the folders or files of each split. `found` replaces the list of names in the
+    message.
     """
     names, rest = list(places[split]), {one: of for one, of in places.items() if one != split}
     readings: list[tuple[str, Chosen]] = [(f"{names[0]} alone is the {split} split", {**rest, split: names[0]})]
-    readings.append((f"all are the {split} split", {**rest, split: names}))
+    readings.append((f"all of these form the {split} split", {**rest, split: names}))
     if split == "val" and "test" not in rest and len(names) == 2:
         readings.append((f"{names[1]} is the test split", {**rest, "val": names[0], "test": names[1]}))
     return ambiguous(root, f"{found or some(names)} all denote the {split} split.", readings)
@@ -157,13 +158,16 @@ def show(chosen: Chosen) -> str:
 
 
 def quoted(name: str) -> str:
-    """Return a name in Hydra's grammar, in quotes unless it is a plain word."""
+    """Format a name for Hydra's grammar. The name is quoted unless it is a plain word."""
     plain = re.fullmatch(r"[A-Za-z_][\w.\-/]*", name, re.ASCII) and name.lower() not in _READ_AS_VALUES
     return name if plain or name == "." else '"{}"'.format(name.replace('"', '\\"'))
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name denotes, and the other words. The split is None if there is not exactly one."""
+    """Return the split that a name denotes, and the remaining words of the name.
+
+    The split is None if the name denotes no split or several splits.
+    """
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:

@@ -1,4 +1,4 @@
-"""Text data sets that are ready for training. Loaders tokenize each batch."""
+"""Text data sets that are ready for training. The loaders tokenize each batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from efficient_ft.data.texts import TextListing, Texts, reasons_of
 
 
 class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """A dataset of the texts of a split. Its keys are (epoch, index)."""
+    """A dataset of the texts of a split, indexed by (epoch, index)."""
 
     def __init__(self, samples: Texts, tokenizer: Tokenizer, max_length: int) -> None:
         self._samples, self._tokenizer, self._max_length = samples, tokenizer, max_length
@@ -42,7 +42,7 @@ class TextData(OpenedData[Texts, TextDataset]):
     """A text data set that is ready for training and evaluation.
 
     Args:
-        listing: lists of the texts of each split.
+        listing: listing of the texts in each split.
         config: the `data` section of the configuration.
         tokenizer: tokenizer of the network.
         max_length: maximum number of tokens; longer texts are truncated.
@@ -50,7 +50,7 @@ class TextData(OpenedData[Texts, TextDataset]):
 
     Raises:
         SettingError: If a setting is incompatible with the data set.
-        UserError: If the data set cannot be split, or some rows cannot be used.
+        UserError: If the data set cannot be split, or if some rows cannot be used.
     """
 
     task, noun = "text", "text"
@@ -64,9 +64,10 @@ class TextData(OpenedData[Texts, TextDataset]):
             found = f"{len(listing.skipped):,} of {listing.size:,} texts cannot be used: {reasons_of(listing.skipped)}."
             if config.on_corrupt == "stop":
                 first = next(iter(listing.skipped.values()))
-                raise UserError(f"{found} First: {first} Correct them, or set data.on_corrupt=skip to skip them.")
+                advice = "Correct these texts, or set data.on_corrupt=skip to skip them."
+                raise UserError(f"{found} The first one is {first} {advice}")
             self._skipped.update(listing.skipped)
-            self._notes.append(f"{found} They are skipped (data.on_corrupt=skip).")
+            self._notes.append(f"{found} These texts are skipped (data.on_corrupt=skip).")
         self._parts = self._choose_splits(splits_of(listing), stratified_split)
 
     @property

@@ -1,4 +1,4 @@
-"""Find and read a user's texts, in the files and class folders of each split."""
+"""Find and read the texts in the files and class folders of each split."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_name
 from efficient_ft.data.text_rows import EXTENSIONS, ColumnError, Row, Rows, clean_name, read_rows, read_text, suffix_of
 
 LAYOUT = (
-    "Expected: a file of rows (.csv, .tsv or .jsonl); a folder with such files named train, val and test; or a folder"
-    " with CLASS/*.txt or {train,val,test}/CLASS/*.txt."
+    "Expected layout: a file of rows (.csv, .tsv or .jsonl), a folder that contains such files named train, val and"
+    " test, or a folder that contains CLASS/*.txt or {train,val,test}/CLASS/*.txt."
 )
 _UNLABELED = frozenset(["unsup", "unsupervised", "unlabeled", "unlabelled"])  # names of folders with unlabeled texts
 _NOTES = 8  # maximum number of notes about encodings
@@ -33,13 +33,13 @@ class SplitRows:
     files: dict[Split, list[str]] = field(default_factory=dict)  # paths of each split, relative to the root
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
-    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files for each reason
+    left_out: Counter[str] = field(default_factory=Counter)  # number of unused files, keyed by the reason
     columns: list[str] = field(default_factory=list)  # columns of the training files; empty for class folders
 
     def without(self, split: str) -> str:
         """Return a sentence with the setting that excludes a split, or an empty string if there is no such setting."""
         rest: Chosen = {one: names for one, names in self.files.items() if one != split}
-        return f" To exclude the split: 'data.splits={show(rest)}'." if rest.get("train") else ""
+        return f" To exclude the split, set 'data.splits={show(rest)}'." if rest.get("train") else ""
 
 
 def visible(folder: Path) -> list[Path]:
@@ -53,7 +53,7 @@ def folders_in(folder: Path) -> list[Path]:
 
 
 def _only_folder(place: Path) -> Path | None:
-    """Return the only subfolder of a folder if this subfolder contains folders, otherwise None."""
+    """Return the only subfolder of a folder if this subfolder contains folders, or None otherwise."""
     folders = folders_in(place) if place.is_dir() else []
     return folders[0] if len(folders) == 1 and folders_in(folders[0]) else None
 
@@ -74,12 +74,12 @@ def has_texts(folder: Path, *, bare: bool = False) -> bool:
     return any(_is_text(Path(name), bare=bare) for name in names)
 
 
-#: Pattern of the names of shards, as written by Hugging Face datasets: ``train-00000-of-00002``.
+#: Pattern of the shard names that Hugging Face Datasets writes, for example ``train-00000-of-00002``.
 _SHARD = re.compile(r"(.+?)[-_.](\d+)[-_]of[-_](\d+)")
 
 
 class Reader:
-    """Find and read the texts of the folder ``data.root``."""
+    """Reader of the texts in the folder ``data.root``."""
 
     def __init__(self, root: Path, settings: TextConfig, follow_links: bool) -> None:
         self.root, self._settings, self._follow = root, settings, follow_links
@@ -123,7 +123,7 @@ class Reader:
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
     def rows_of(self, file: Path) -> Rows:
-        """Read a file of rows and append its notes to `self.found.notes`."""
+        """Read a file of rows, and append the notes about this file to `self.found.notes`."""
         read = read_rows(file, self._settings)
         self.found.notes += read.notes
         return read
@@ -152,8 +152,8 @@ class Reader:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
                 raise UserError(
-                    f"{printable(train)} has {counted(texts_in(train), '.txt file')} but no class folders. {LAYOUT} If"
-                    f" the folders of {printable(self.root)} are classes: 'data.splits={{train: .}}'."
+                    f"{printable(train)} contains {counted(texts_in(train), '.txt file')}, but no class folders."
+                    f" {LAYOUT} If the folders in {printable(self.root)} are classes, set 'data.splits={{train: .}}'."
                 )
             self._refuse_half_named(here, rest)
             if rest:
@@ -164,24 +164,25 @@ class Reader:
         return {"train": self._single(files, folders)}
 
     def _refuse_half_named(self, here: Mapping[Split, Sequence[Path]], rest: Sequence[Path]) -> None:
-        """Reject unused files and folders whose names contain the name of a missing split."""
+        """Raise `UserError` if the name of an unused file or folder contains the name of a missing split."""
         used: Chosen = {one: [place.name for place in places] for one, places in here.items()}
         for path in rest:
             words = re.split(r"[\W_]+", _base(path) if path.is_file() else path.name)
             split = next((found for word in words if (found := splits_in([word]).get(word)) is not None), None)
             if split is not None and split not in here:
-                about = f"The name {printable(path.name)} may denote a {split} split."
-                readings = [(f"it is the {split} split", {**used, split: path.name}), ("it is not used", used)]
-                raise ambiguous(self.root, about, readings)
+                name = printable(path.name)
+                own: tuple[str, Chosen] = (f"{name} is the {split} split", {**used, split: path.name})
+                about = f"The name {name} may denote a {split} split."
+                raise ambiguous(self.root, about, [own, (f"{name} is not used", used)])
 
     def note_siblings(self, file: Path) -> None:
-        """Add a note on files of other splits that are stored next to the only file that is read."""
+        """Add a note about files of other splits next to `file`, the only file that is read."""
         bases = {path: _base(path) for path in _row_files(file.parent)}
         splits = splits_in(dict.fromkeys(bases.values()))
         others = [path.name for path in bases if splits.get(bases[path], "train") != "train"]
         if splits.get(_base(file)) == "train" and others:
             self.found.notes.append(
-                f"Not used: {some(others)} (next to {printable(file.name)}). To use all files, pass"
+                f"Files next to {printable(file.name)} are not used: {some(others)}. To use all files, set"
                 f" data.root={printable(file.parent)}."
             )
 
@@ -189,12 +190,13 @@ class Reader:
         names: dict[Split, list[str]] = {split: [place.name for place in places] for split, places in here.items()}
         others = [path.name for path in rest]
         if others:
-            advice = f"Name the training data: 'data.splits={show({'train': others, **names})}'."
+            advice = f"Specify the training data with 'data.splits={show({'train': others, **names})}'."
         else:
             first = next(iter(names.values()))
-            advice = f"To train on {first[0]}: 'data.splits={show({'train': first})}'."
+            advice = f"To train on {first[0]}, set 'data.splits={show({'train': first})}'."
         found = some([path.name for places in here.values() for path in places])
-        return UserError(f"{printable(self.root.absolute())} has no training texts. Found: {found}. {advice} {LAYOUT}")
+        place = printable(self.root.absolute())
+        return UserError(f"{place} contains {found}, but no training texts. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         """Return the training data of a folder without split names: a file, the shards of a file, or class folders."""
@@ -204,16 +206,17 @@ class Reader:
             self._refuse_wrapper(folders)
             if len(names) > 1 and part_names(names) == names and not any(folders_in(path) for path in classes):
                 raise UserError(
-                    f"{printable(self.root.absolute())} has the folders {some(names)}, which look like parts of a data"
-                    f" set without class folders. {LAYOUT} If the folders are the classes: 'data.splits={{train: .}}'."
+                    f"{printable(self.root.absolute())} contains the folders {some(names)}. These folders look like"
+                    f" parts of a data set without class folders. {LAYOUT} If these folders are the classes, set"
+                    " 'data.splits={train: .}'."
                 )
             return [self.root]
         shards = self._shards(files)
         if classes:
-            found = f"{some([path.name for path in files], 3)}, and folders of .txt files: {some(names, 3)}"
+            found = f"{some([path.name for path in files], 3)} and folders of .txt files ({some(names, 3)})"
             readings: list[tuple[str, Chosen]] = [("the file contains the texts", {"train": files[0].name})]
             readings.append(("the folders are classes", {"train": "."}))
-            raise ambiguous(self.root, f"It contains {found}.", readings)
+            raise ambiguous(self.root, f"The folder contains {found}.", readings)
         if shards is not None:
             return shards
         raise self._several(files)
@@ -229,7 +232,7 @@ class Reader:
         shown = ", ".join(f"{name} ({'not readable' if n is None else counted(n, 'row')})" for name, n in rows.items())
         readings: list[tuple[str, Chosen]] = [
             (f"{order[0]} is the training data", {"train": order[0], "test": order[1]}),
-            ("all are training data", {"train": order}),
+            ("all of these files are training data", {"train": order}),
         ]
         return ambiguous(self.root, f"No file name denotes a split: {shown}{and_more(len(files) - 6)}.", readings)
 
@@ -237,7 +240,7 @@ class Reader:
         if len(folders) == 1 and (_row_files(folders[0]) or folders_in(folders[0])):
             inside = some([path.name for path in (*folders_in(folders[0]), *_row_files(folders[0]))], 4)
             raise UserError(
-                f"{printable(self.root)} contains the single folder {folders[0].name}, with {inside}. Pass"
+                f"The only folder in {printable(self.root)} is {folders[0].name}, which contains {inside}. Set"
                 f" data.root={printable(folders[0])}."
             )
         deeper = [path for folder in folders for path in _row_files(folder)]
@@ -246,12 +249,12 @@ class Reader:
             if all(path.parent == first for path in deeper):
                 names = some([path.name for path in deeper], 4)
                 raise UserError(
-                    f"The files of {printable(self.root)} are in {first.name}: {names}. Pass"
+                    f"The files of {printable(self.root)} are in the folder {first.name}: {names}. Set"
                     f" data.root={printable(first)}."
                 )
             raise UserError(
-                f"{printable(self.root.absolute())} has no texts, but its subfolders do:"
-                f" {some(list(map(str, deeper)), 1)}. Pass data.root=FOLDER, or name the files:"
+                f"{printable(self.root.absolute())} contains no texts, but its subfolders contain"
+                f" {some(list(map(str, deeper)), 1)}. Set data.root=FOLDER, or specify the files with"
                 f" 'data.splits={show({'train': self._name(deeper[0])})}'."
             )
 
@@ -269,13 +272,13 @@ class Reader:
         lacking = sorted({*range(first, first + total)} - {*numbers})
         if lacking or len(numbers) != total:
             raise UserError(
-                f"{printable(order[0].parent)} has {len(numbers)} of {total} parts of {parts[order[0]][1]}; number"
+                f"{printable(order[0].parent)} contains {len(numbers)} of {total} parts of {parts[order[0]][1]}. Part"
                 f" {lacking[0] if lacking else numbers[0]}"
-                f" {'is missing. Add it' if lacking else 'occurs twice. Remove one'}, or use these:"
-                f" 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
+                f" {'is missing. Add this part' if lacking else 'occurs twice. Remove one of the files'}, or use the"
+                f" existing parts with 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
             )
         if total > 1:
-            self.found.notes.append(f"{total} files {parts[order[0]][1]}-… are concatenated in order.")
+            self.found.notes.append(f"The {total} files {parts[order[0]][1]}-… are concatenated in order.")
         return order
 
     def _files_of(self, folder: Path) -> list[Path]:
@@ -285,8 +288,8 @@ class Reader:
         shards = self._shards(files)
         if shards is None:
             raise UserError(
-                f"{printable(folder)} has several files: {some([path.name for path in files])}. Name the files to use:"
-                f" 'data.splits={show({'train': [self._name(path) for path in files[:3]]})}'."
+                f"{printable(folder)} contains several files: {some([path.name for path in files])}. Specify the files"
+                f" that should be used with 'data.splits={show({'train': [self._name(path) for path in files[:3]]})}'."
             )
         return shards
 
@@ -323,11 +326,11 @@ class Reader:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             found = f"Found: {there}.{not_used}"
-            raise UserError(f"{printable(folder.absolute())} has no texts in class folders. {found} {LAYOUT}")
+            raise UserError(f"{printable(folder.absolute())} contains no texts in class folders. {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
-                f"{printable(folder.absolute())} has class folders without .txt files: {some(empty)}. Add texts or"
-                " remove the folders."
+                f"{printable(folder.absolute())} contains class folders without .txt files: {some(empty)}. Add texts"
+                " to these folders, or remove the folders."
             )
         if bare:
             self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
@@ -341,7 +344,7 @@ class Reader:
         return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
 
     def _refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Reject folders that may be either parts of the data set or classes."""
+        """Raise `UserError` if the inner folders may be either parts of the data set or classes."""
         labeled = [place for place in folders_in(folder) if place.name.casefold() not in _UNLABELED]
         used = [place for place in labeled if has_texts(place, bare=True)]
         inner = {place: sorted(sub.name for sub in folders_in(place) if has_texts(sub, bare=True)) for place in used}
@@ -350,8 +353,8 @@ class Reader:
         mixed = [place for place in direct if inner[place]]
         if mixed:
             self.found.notes.append(
-                f"Texts in subfolders of {some([place.name for place in mixed], 3)}, such as {inner[mixed[0]][0]},"
-                " belong to the class of the outer folder."
+                f"Texts in subfolders of {some([place.name for place in mixed], 3)} (for example,"
+                f" {inner[mixed[0]][0]}) belong to the class of the outer folder."
             )
         if not nested:
             return
@@ -362,25 +365,25 @@ class Reader:
         top = some([place.name for place in nested], 4)
         if "train" in splits_in(inner[nested[0]]).values():
             raise UserError(
-                f"{printable(folder)} contains folders with their own splits: {top} with {some(inner[nested[0]])}. Pass"
-                f" one of them, such as data.root={printable(nested[0])}."
+                f"{printable(folder)} contains folders with separate splits ({some(inner[nested[0]])}): {top}. Set"
+                f" data.root to one of these folders, for example data.root={printable(nested[0])}."
             )
         if direct:
             raise UserError(
-                f"{printable(folder)} has texts at two depths: directly in {some([p.name for p in direct], 3)}, and in"
-                f" subfolders of {top} ({some(inner[nested[0]], 3)}). If the top folders are classes:"
-                f" 'data.splits={show(top_classes)}'. Otherwise move the inner folders up."
+                f"{printable(folder)} contains texts at two depths: directly in {some([p.name for p in direct], 3)},"
+                f" and in subfolders of {top} ({some(inner[nested[0]], 3)}). If the top-level folders are the classes,"
+                f" set 'data.splits={show(top_classes)}'. Otherwise, move the inner folders up by one level."
             )
         shared = Counter(name for place in nested for name in inner[place])
         common = sorted(name for name, count in shared.items() if count > 1)
         if common and len(common) >= len(shared) / 2:
             inner_reading = ("the inner folders are the classes", inner_classes)
-            top_reading = ("the top folders are the classes", top_classes)
-            found = f"{top} contain the same folders: {some(common, 4)}."
+            top_reading = ("the top-level folders are the classes", top_classes)
+            found = f"The folders {top} contain the same subfolders: {some(common, 4)}."
             raise ambiguous(self.root, found, [inner_reading, top_reading])
         self.found.notes.append(
-            f"The classes are the top folders of {printable(folder)} ({top}). Texts in their subfolders, such as"
-            f" {inner[nested[0]][0]}, belong to these classes."
+            f"The classes are the top-level folders of {printable(folder)} ({top}). Texts in subfolders of the class"
+            f" folders (for example, {inner[nested[0]][0]}) belong to these classes."
         )
 
     def _wrapped(self, folder: Path, only: Path, inside: Sequence[str]) -> UserError:
@@ -391,7 +394,7 @@ class Reader:
         setting = f"data.root={printable(only)}" if folder == self.root else f"'data.splits={show(chosen)}'"
         return UserError(
             f"The texts of {printable(folder)} are in its only folder, {only.name}, which contains {some(inside, 4)}."
-            f" Pass {setting}."
+            f" Set {setting}."
         )
 
 

@@ -35,14 +35,14 @@ MARKS = (
 )
 #: First bytes of files that are not text, and descriptions shown in messages.
 _OTHERS = (
-    (b"PK\x03\x04", "a ZIP archive (.xlsx spreadsheets are ZIP archives). Unpack it, or save the sheet as .csv"),
-    (b"\xd0\xcf\x11\xe0", "an old spreadsheet or document. Save it as .csv"),
-    (b"PAR1", "a Parquet file. Convert it, e.g. by pandas' read_parquet(…).to_json(…, orient='records', lines=True)"),
-    (b"BZh", "compressed (bzip2). Unpack it"),
-    (b"\xfd7zXZ", "compressed (xz). Unpack it"),
-    (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack it"),
-    (b"%PDF", "a PDF file. Extract its text"),
-    (b"version https://git-lfs", "a Git LFS pointer instead of the file. Run: git lfs pull"),
+    (b"PK\x03\x04", "a ZIP archive, like all .xlsx spreadsheets. Unpack the archive, or save the sheet as .csv"),
+    (b"\xd0\xcf\x11\xe0", "a spreadsheet or document in an old format. Save the file as .csv"),
+    (b"PAR1", "a Parquet file. Convert the file with pandas: read_parquet(…).to_json(…, orient='records', lines=True)"),
+    (b"BZh", "compressed (bzip2). Unpack the file"),
+    (b"\xfd7zXZ", "compressed (xz). Unpack the file"),
+    (b"\x28\xb5\x2f\xfd", "compressed (zstd). Unpack the file"),
+    (b"%PDF", "a PDF file. Extract the text from the file"),
+    (b"version https://git-lfs", "a Git LFS pointer instead of the file. Download the file with git lfs pull"),
     (b"SQLite format 3", "a database. Export the table as .csv"),
 )
 
@@ -50,9 +50,9 @@ _OTHERS = (
 def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     """Read a text file, which may be compressed with gzip. A byte order mark takes precedence over `encoding`.
 
-    Return the text without a byte order mark, and a sentence about its encoding (None for plain UTF-8). Raise
-    `UserError` if the file cannot be read, is not text, or has a different encoding. In the last case, the message
-    suggests an encoding.
+    Return the text without a byte order mark, and a sentence about the encoding, or None for plain UTF-8. Raise
+    `UserError` if the file cannot be read, is not text, or has a different encoding. If the encoding is different, the
+    message suggests an encoding.
     """
     raw = _bytes(path)
     name = printable(path)
@@ -61,19 +61,19 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     zeros = raw[:2000:2].count(0), raw[1:2000:2].count(0)
     if not marked and encoding is None and sum(zeros) > min(len(raw), 2000) / 5:
         likely = "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
-        raise UserError(f"{name} looks like {likely} without a byte order mark: set data.text.encoding={likely}.")
+        raise UserError(f"{name} looks like {likely} without a byte order mark. Set data.text.encoding={likely}.")
     try:
         text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
     except (LookupError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise _undecodable(name, raw, error, chosen) from error
-        raise SettingError("data.text.encoding", chosen, "a Python encoding such as cp1252") from error
+        raise SettingError("data.text.encoding", chosen, "a Python encoding, for example cp1252") from error
     if "\0" in text:
         line = text.count("\n", 0, text.index("\0")) + 1
         count = counted(text.count("\0"), "NUL character")
         raise UserError(
-            f"{name}, line {line}: found {count}. The file is damaged or has a different encoding. Remove these"
-            " characters, or set data.text.encoding."
+            f"{name}, line {line}: the text contains {count}. The file is damaged or has a different encoding. Remove"
+            " these characters, or set data.text.encoding."
         )
     if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
         return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
@@ -86,11 +86,11 @@ def _bytes(path: Path) -> bytes:
         if raw.startswith(b"\x1f\x8b"):
             raw = gzip.decompress(raw)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy it again.") from error
+        raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy the file again.") from error
     except OSError as error:
         raise unreadable(path, error) from error
     except MemoryError as error:
-        raise UserError(f"{printable(path)} does not fit into memory. Split it into several files.") from error
+        raise UserError(f"{printable(path)} does not fit into memory. Split the file into several files.") from error
     for first, kind in _OTHERS:
         if raw.startswith(first):
             raise UserError(f"{printable(path)} is {kind}.")
@@ -107,22 +107,24 @@ def _is_utf8(raw: bytes) -> bool:
 def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) -> UserError:
     """Create the error for bytes that are invalid in the encoding `chosen`. The message suggests a likely encoding."""
     line = raw.count(b"\n", 0, error.start) + 1
-    where = f"{name}, line {line}: invalid {'UTF-8' if chosen == 'utf-8' else chosen} (byte {raw[error.start]:#04x})."
+    kind = "UTF-8" if chosen == "utf-8" else chosen
+    where = f"{name}, line {line}: the text is not valid {kind} (byte {raw[error.start]:#04x})."
     if chosen != "utf-8":
-        return UserError(f"{where} Set data.text.encoding to the file's encoding, or to null for UTF-8.")
+        return UserError(f"{where} Set data.text.encoding to the encoding of the file, or to null for UTF-8.")
     replaced = raw.decode(errors="replace")
     bad = replaced.count("\ufffd")
     good = sum(not character.isascii() for character in replaced) - bad
     if good > bad:
         return UserError(
             f"{where} The file is damaged or mixes encodings: {counted(good, 'non-ASCII character')}"
-            f" {verb(good, 'is', 'are')} UTF-8, {bad} {verb(bad, 'is', 'are')} not."
-            " Correct these lines, or remove the invalid bytes: iconv -c -f utf-8 -t utf-8."
+            f" {verb(good, 'is', 'are')} valid UTF-8, but {bad} {verb(bad, 'is', 'are')} not."
+            " Correct the invalid lines, or remove the invalid bytes with iconv -c -f utf-8 -t utf-8."
         )
     high = sum(byte >= 0x80 for byte in raw)
     letters = sum(byte in range(0x41, 0x7B) for byte in raw)
     if high > letters / 2 or _is_eastern(raw):
-        guess = "Set data.text.encoding to its encoding, e.g. cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis."
+        known = "for example cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis (Japanese)"
+        guess = f"Set data.text.encoding to the encoding of the file, {known}."
     else:
         western = "latin-1"
         try:
@@ -130,14 +132,14 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
             western = "cp1252"
         except UnicodeDecodeError:
             pass
-        guess = f"It looks like {western}: set data.text.encoding={western}, and check the accented letters."
-    return UserError(f"{where} {guess} Or convert the file: iconv -f ENCODING -t utf-8.")
+        guess = f"The text may be {western}. Set data.text.encoding={western}, and check the accented letters."
+    return UserError(f"{where} {guess} You can also convert the file with iconv -f ENCODING -t utf-8.")
 
 
 def _is_eastern(raw: bytes) -> bool:
     """Return True if most non-ASCII bytes are adjacent.
 
-    This is typical of multi-byte encodings, but not of accented letters in single-byte encodings.
+    Adjacent bytes are typical of multi-byte encodings, but not of accented letters in single-byte encodings.
     """
     runs = re.findall(rb"[\x80-\xff]+", raw)
     return sum(len(run) for run in runs if len(run) >= 4) * 2 > sum(map(len, runs))
@@ -157,7 +159,7 @@ csv.field_size_limit(1 << 30)
 
 
 class ColumnError(UserError):
-    """The error for a file without a required column."""
+    """An error for a file that does not contain a required column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +170,7 @@ class Row:
     label: str  # class name; empty if the label is missing
     file: str  # name of the file, shown in messages
     line: int | None = None  # line number, or None if the file contains a single text
-    problem: str | None = None  # short reason why the row cannot be used, or None if it can be used
+    problem: str | None = None  # short reason why the row cannot be used, or None if the row can be used
 
     @property
     def place(self) -> str:
@@ -193,9 +195,9 @@ class Rows:
 
 @dataclass
 class _Record:
-    """The cells of a row by column, and its first and last line.
+    """The cells of a row, keyed by column, and the numbers of its first and last line.
 
-    `width` is the number of cells if it differs from the number of columns, otherwise None.
+    `width` is the number of cells if this number differs from the number of columns, or None otherwise.
     """
 
     cells: dict[str, Any]
@@ -223,11 +225,11 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     """
     kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:
-        other = " Write one object per line: jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
+        other = " Write one object per line, for example with jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
         raise UserError(f"{name}: the extension must be one of {' '.join(EXTENSIONS)}.{other}")
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
-        raise UserError(f"{name} is a web page, not a file of rows. Download the file itself.")
+        raise UserError(f"{name} is a web page instead of a file of rows. Download the file itself.")
     lines = io.StringIO(text, newline="").readlines()  # readlines does not split at Unicode line separators
     found = Rows(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
@@ -236,7 +238,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     else:
         records = _Table(name, kind, lines, settings, found).records()
     if not records:
-        raise UserError(f"{name} has no rows.")
+        raise UserError(f"{name} contains no rows.")
     _require_columns(name, records[0].first, found.columns, settings, table=kind in _TABLES)
     numbers: Counter[str] = Counter()
     missing = _MISSING.union(map(str, settings.missing))
@@ -251,7 +253,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
 def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
     for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
         if columns.count(column) > 1:
-            raise UserError(f"{name} has two columns {column!r}. Rename one of them.")
+            raise UserError(f"{name} contains two columns {column!r}. Rename one of the columns.")
         if column in columns:
             continue
         place = name if table else f"{name}, line {line}"
@@ -259,17 +261,18 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
         same = [one for one in columns if one.casefold() == column.casefold()]
         advice = f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)
         if table and settings.names is None and column in (one.strip("\"'") for one in columns):
-            advice += " Its cells are in quotes: set data.text.quotes=true."
+            advice += " The cells are in quotes. Set data.text.quotes=true."
         elif table and settings.names is None:
             advice += (
                 " The first line is read as column names. Set data.text.columns=[NAME] and data.text.label=NAME. If the"
-                f" first line contains data, list all columns in order: {_names_of(columns, settings)}."
+                f" first line contains data, set the names of all columns with {_names_of(columns, settings)}."
             )
-        raise ColumnError(f"{place}: no column {column!r} (data.text.{setting}). Columns: {shown}.{advice}")
+        problem = f"the column {column!r} (data.text.{setting}) does not exist"
+        raise ColumnError(f"{place}: {problem}. The columns are {shown}.{advice}")
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:
-    """Suggest ``data.text.names`` for a file without a header, on the assumption that the longest cell is the text."""
+    """Suggest ``data.text.names`` for a file without a header, assuming that the longest cell is the text."""
     if not 2 <= len(cells) <= 8 or len(settings.columns) != 1:
         return "data.text.names=[label,text]"
     order = sorted(range(len(cells)), key=lambda index: len(cells[index]))
@@ -285,8 +288,8 @@ def _row(
         value = record.cells.get(column)
         if isinstance(value, list | dict):
             kind = "a list" if isinstance(value, list) else "an object"
-            advice = "Join its parts into one text." if column in settings.columns else "Write one label per row."
-            raise UserError(f"{name}, line {record.first}: {column!r} is {kind}, not a text. {advice}")
+            advice = "Join the parts into one text." if column in settings.columns else "Write one label per row."
+            raise UserError(f"{name}, line {record.first}: {column!r} is {kind} instead of a text. {advice}")
         if column in settings.columns and isinstance(value, int | float) and value == value:
             numbers[column] += 1
     values = [record.cells.get(column) for column in settings.columns]
@@ -340,15 +343,17 @@ def _json_records(name: str, lines: Sequence[str]) -> Iterator[_Record]:
             raise
         except (ValueError, RecursionError) as error:
             start = next(line for line in lines if line.strip()).strip()
-            whole = " Write one object per line: jq -c '.[]' FILE." if start[0] == "[" or start == "{" else ""
-            raise UserError(f"{name}, line {number}: invalid JSON ({first_line(error)}).{whole}") from error
+            advice = " Write one object per line, for example with jq -c '.[]' FILE."
+            whole = advice if start[0] == "[" or start == "{" else ""
+            problem = f"the line is not valid JSON ({first_line(error)})"
+            raise UserError(f"{name}, line {number}: {problem}.{whole}") from error
         if not isinstance(row, dict):
             raise UserError(f'{name}, line {number}: each line must be an object such as {{"text": …, "label": …}}.')
         yield _Record(row, number, number)
 
 
 class _Table:
-    """Read a table, and add its column names and notes to `found`."""
+    """Reader of a table, which adds the column names and notes to `found`."""
 
     def __init__(self, name: str, kind: str, lines: Sequence[str], settings: TextConfig, found: Rows) -> None:
         self._name, self._kind, self._lines, self._settings, self._found = name, kind, lines, settings, found
@@ -381,7 +386,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """Return the delimiter that yields the required columns, or otherwise the most cells."""
+        """Return a delimiter that yields the required columns, or the one that yields the most cells if none does."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -449,13 +454,14 @@ class _Table:
     def _unreadable(self, line: int, error: csv.Error) -> UserError:
         escaped = '\\"' in "".join(self._lines[line - 1 : line])
         return UserError(
-            f"{self._name}, line {line}: not readable as a table ({error}). A cell that begins with a quote must end"
-            f' with a quote, and quotes in it must be doubled (""){", not escaped by backslashes" if escaped else ""}.'
+            f"{self._name}, line {line}: the table cannot be read ({error}). A cell that begins with a quote must end"
+            ' with a quote. Quotes inside such a cell must be doubled ("")'
+            f"{' instead of being escaped with backslashes' if escaped else ''}."
             " If quotes are plain characters, set data.text.quotes=false."
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Add a note on rows that span several lines. Reject such rows if their lines look like separate rows."""
+        """Add a note about rows that span several lines. Raise `UserError` if their lines look like separate rows."""
         long = [record for record in records if record.last > record.first]
         if not long:
             return
@@ -467,16 +473,16 @@ class _Table:
             if swallowed:
                 places = some([f"{one.first}–{one.last}" for one in swallowed], 3)
                 raise UserError(
-                    f"{self._name}, lines {places}: a quote opens in the first line and closes in the last, so"
+                    f"{self._name}, lines {places}: a quote opens in the first line and closes in the last line, so"
                     f" {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows are read as"
-                    f" {counted(len(swallowed), 'row')}. If quotes are plain characters, set data.text.quotes=false; if"
-                    " they enclose cells, set data.text.quotes=true."
+                    f" {counted(len(swallowed), 'row')}. If quotes are plain characters, set data.text.quotes=false. If"
+                    " quotes enclose cells, set data.text.quotes=true."
                 )
         example = f"lines {long[0].first}–{long[0].last}"
-        self._note(f"quoted cells span several lines in {counted(len(long), 'row')}, such as {example}")
+        self._note(f"quoted cells span several lines in {counted(len(long), 'row')} (for example, {example})")
 
     def _rows_in(self, record: _Record, known: set[str]) -> int:
-        """Count the lines of a row that would be rows with a known label if quotes were plain characters."""
+        """Count the lines of a row that would be separate rows with a known label if quotes were plain characters."""
         columns = self._found.columns
         at = columns.index(self._settings.label)
         cells = self._cells(self._lines[record.first - 1 : record.last], self._delimiter, quotes=False)

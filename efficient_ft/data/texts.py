@@ -1,4 +1,4 @@
-"""List texts with their classes and splits, from a user's files and folders."""
+"""List the texts in files and folders, with their classes and splits."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TextListing(AnyListing):
     test: Texts | None = None
     skipped: dict[str, str] = field(
         default_factory=dict, kw_only=True
-    )  # reason for each unusable row or file, by place
+    )  # reason for each unusable row or file, keyed by place
 
     @property
     def size(self) -> int:
@@ -74,8 +74,8 @@ class TextListing(AnyListing):
 
 
 def missing_text_folder(root: Path) -> str | None:
-    """Return the error message if `data.root` does not exist, otherwise None."""
-    return None if root.exists() else f"data.root={printable(root)}: no such file or folder. {LAYOUT}"
+    """Return the error message if `data.root` does not exist, or None otherwise."""
+    return None if root.exists() else f"data.root={printable(root)}: the file or folder does not exist. {LAYOUT}"
 
 
 def read_texts(
@@ -88,7 +88,7 @@ def read_texts(
 
     Raises:
         UserError: If a file or column does not exist, a file cannot be read, the labels are not suitable as classes,
-            the folder is ambiguous, or a link leads out of `root` and `follow_links` is False.
+            the folder is ambiguous, or a link points outside of `root` and `follow_links` is False.
         SettingError: If a setting is incompatible with the files.
     """
     if (problem := missing_text_folder(root)) is not None:
@@ -96,7 +96,7 @@ def read_texts(
     if root.is_dir():
         return listing_of(Reader(root, settings, follow_links).read(splits), root, settings)
     if not root.is_file():
-        raise UserError(f"data.root={printable(root)} is neither a file nor a folder. {LAYOUT}")
+        raise UserError(f"data.root={printable(root)}: the path is neither a file nor a folder. {LAYOUT}")
     if splits is not None:
         raise SettingError("data.splits", show(splits), "null if data.root is a file", "Pass the folder as data.root.")
     reader = Reader(root.parent, settings, follow_links)
@@ -110,8 +110,8 @@ def read_texts(
 def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListing:
     """Map labels to classes, and hold out test texts if there is neither a validation nor a test split.
 
-    The rows of the training split must come first. Messages name the file or folder `root`. Raise `UserError` if a
-    split has no usable texts, or the labels are not suitable as classes.
+    The rows of the training split must come first. Error messages contain the path `root`. Raise `UserError` if a split
+    has no usable texts, or the labels are not suitable as classes.
     """
     top = printable(root.absolute())
     usable: dict[str, list[Row]] = {}
@@ -126,8 +126,8 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         if missing == len(unusable):
             refuse_unlabeled([row.label for row in usable[split]], missing, split, source, found.without(split))
         if not usable[split]:
-            why = f": {reasons_of(here)}. First: {next(iter(here.values()))}" if here else "."
-            raise UserError(f"{source} has no usable text for {split}{why}{found.without(split)}")
+            why = f": {reasons_of(here)}. The first one is {next(iter(here.values()))}" if here else "."
+            raise UserError(f"{source} contains no usable text for the {split} split{why}{found.without(split)}")
     try:
         column = settings.label if found.columns else None
         require_classes([row.label for row in usable["train"]], top, column, found.columns)
@@ -149,7 +149,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         whole = len(train)
         train, test = hold_out_test(train)
         number = f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')}"
-        notes.append(f"{number} held out for testing, the same for every seed.")
+        notes.append(f"{number} held out for testing. The held-out texts are the same for every seed.")
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
     return TextListing(class_names, train, val, test, skipped=skipped, **facts)
@@ -173,7 +173,8 @@ def _classes(
             refuse_unknown(counts[split], places[split], known, split, found.without(split))
             absent = [name for name in known if name not in counts[split]]
             if absent:
-                notes.append(f"Classes without {split} texts: {some(absent)} ({len(absent)} of {len(known)}).")
+                number = f"{len(absent)} of {len(known)} classes {verb(len(absent))}"
+                notes.append(f"{number} no {split} texts: {some(absent)}.")
     return names, notes
 
 
@@ -185,7 +186,8 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
-#: Maximum number of distinct numeric labels if some have a fractional part. Ratings in half stars have ten values.
+#: Maximum number of distinct numeric labels if some labels have a fractional part. For example, ratings in half stars
+# have ten values.
 _DECIMALS = 20
 _FREE = 10  # minimum number of distinct labels that may be considered free text
 _SHOWN = 3  # maximum number of labels, or groups of labels, in a message
@@ -205,7 +207,7 @@ def in_order(name: str) -> tuple[int, float, str]:
 
 
 def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict[str, str], list[str]]:
-    """Return the class of each label, and notes on merged labels. `counts` is the number of texts with each label.
+    """Return the class of each label, and notes on merged labels. `counts` maps each label to its number of texts.
 
     Labels that are equal numbers form one class. Labels that differ only in case, quotes or equivalent Unicode
     characters are merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it
@@ -221,7 +223,7 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
         best = min(group, key=lambda name: (not re.fullmatch("-?(0|[1-9][0-9]*)", name), -counts[name], name))
         same |= dict.fromkeys(group, best)
     if equal:
-        notes.append(f"Labels that are equal numbers are one class: {_groups(equal, counts)}.")
+        notes.append(f"Labels that are equal numbers form one class: {_groups(equal, counts)}.")
     similar: dict[str, dict[str, None]] = defaultdict(dict)
     for name in counts:
         similar[unicodedata.normalize("NFKC", name).strip("\"'").casefold()][same[name]] = None
@@ -231,39 +233,41 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
     shown = _groups(alike, counts)
     if ignore_case is None:
         raise UserError(
-            f"Labels differ only in case or quotes: {shown}. If they are one class, set data.text.ignore_case=true; if"
-            " they are separate classes, set data.text.ignore_case=false."
+            f"Some labels differ only in case or quotes: {shown}. If these labels form one class, set"
+            " data.text.ignore_case=true. If the labels are separate classes, set data.text.ignore_case=false."
         )
     if ignore_case:
         for group in alike:
             best = min(group, key=lambda name: (-counts[name], name))
             same |= {name: best for name, current in same.items() if current in group}
-        notes.append(f"Labels that differ only in case are one class (data.text.ignore_case): {shown}.")
+        notes.append(f"Labels that differ only in case form one class (data.text.ignore_case): {shown}.")
     return same, notes
 
 
 def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
     """Raise `UserError` if the labels of the training texts in `source` are a quantity or free text.
 
-    The message names the label column and all columns. Labels that are folder names (`column` is None) are not checked.
+    The message contains the names of the label column and of all other columns. Labels that are folder names (`column`
+    is None) are not checked.
     """
     if column is None:
         return
     counts = Counter(labels)
-    choose = f"Set data.text.label to the class column; the columns are {', '.join(map(plain_line, columns))}."
+    choose = f"Set data.text.label to the column of the classes. The columns are {', '.join(map(plain_line, columns))}."
     if all(_NUMBER.fullmatch(name) for name in counts):
         fractions = sum(Decimal(name) % 1 != 0 for name in counts)
         if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):
             raise UserError(
-                f"{source}: the labels in column {column!r} are decimal numbers with {len(counts)} values in"
-                f" {len(labels)} rows, such as {next(name for name in counts if Decimal(name) % 1)}. They look like"
-                f" a quantity, not classes. Map ranges of values to classes. {choose}"
+                f"{source}: the labels in column {column!r} are {len(counts)} different decimal numbers in"
+                f" {len(labels)} rows, for example {next(name for name in counts if Decimal(name) % 1)}. These labels"
+                f" look like a quantity instead of classes. Map ranges of values to classes. {choose}"
             )
     single = sum(count == 1 for count in counts.values())
     if len(counts) >= _FREE and single > len(labels) / 2:
         raise UserError(
-            f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, such as"
-            f" {plain_line(shortened(max(counts, key=len), 40))!r}. They look like free text or identifiers. {choose}"
+            f"{source}: the {len(labels)} rows have {len(counts)} different labels in column {column!r}, for example"
+            f" {plain_line(shortened(max(counts, key=len), 40))!r}. These labels look like free text or identifiers."
+            f" {choose}"
         )
 
 
@@ -272,15 +276,15 @@ def require_texts(counts: Mapping[str, int], source: str, places: Mapping[str, s
     if len(counts) < 2:
         name, count = next(iter(counts.items()))
         raise UserError(
-            f"{source} contains only one class, {plain_line(name)!r} ({counted(count, 'text')}). Classification needs"
-            " at least two classes."
+            f"{source} contains only one class, {plain_line(name)!r} ({counted(count, 'text')}). Classification"
+            " requires at least two classes."
         )
     single = [name for name, count in counts.items() if count == 1]
     if single:
         shown = some([f"{plain_line(name)!r} ({places[name]})" for name in single], _SHOWN)
         raise UserError(
             f"{source}: {counted(len(single), 'class')} {verb(len(single))} a single training text: {shown}. Each class"
-            " needs at least two. Add texts, or remove the class."
+            " must have at least two training texts. Add texts, or remove the class."
         )
 
 
@@ -295,7 +299,7 @@ def refuse_unknown(
     more = f" {len(unknown)} classes are unknown." if len(unknown) > 1 else ""
     raise UserError(
         f"{places[first]}: the class {plain_line(first)!r} ({counted(counts[first], f'{split} text')}) is unknown."
-        f" Training classes: {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
+        f" The training classes are {', '.join(map(plain_line, train[:8]))}{', …' if len(train) > 8 else ''}."
         f"{did_you_mean(first, train)}{more} Correct the labels.{advice}"
     )
 
@@ -303,8 +307,8 @@ def refuse_unknown(
 def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: str, advice: str) -> None:
     """Raise `UserError` if the texts of a split have no labels.
 
-    Labels that are all -1, as in the test sets of some benchmarks, also count as no labels. `missing` is the number of
-    texts without a label. The message ends with `advice`.
+    Labels that are all -1, as in the test sets of some benchmarks, also count as missing labels. `missing` is the
+    number of texts without a label. The message ends with `advice`.
     """
     if set(labels) - {"-1"} or not (labels or missing):
         return
@@ -313,7 +317,7 @@ def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: st
         if labels
         else f"none of {counted(missing, 'text')} has a label"
     )
-    raise UserError(f"{source} is unlabeled: {why}. It cannot be the {split} split.{advice}")
+    raise UserError(f"{source} is unlabeled: {why}. Unlabeled texts cannot be the {split} split.{advice}")
 
 
 def _groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""Transform images into network inputs: resize, augment and normalize.
+"""Resize, augment and normalize images to obtain network inputs.
 
 All steps before normalization process PIL images, so training, evaluation and prediction resample in the same way.
 """
@@ -21,8 +21,8 @@ from efficient_ft.data.images import Decoding, read_image
 #: Supported values of ``data.augment.name``.
 AUGMENT = ("resize_crop", "none")
 _BANDS = (
-    "Image files are read as RGB or gray. model.kwargs.in_chans > 3 is supported only by the library, with your own"
-    " tensors. Save three bands of each image as RGB."
+    "Image files are read as RGB or gray images. model.kwargs.in_chans > 3 is supported only if you pass your own"
+    " tensors to the library. Save three bands of each image as RGB."
 )
 
 
@@ -93,7 +93,8 @@ class Transform:
             if vertical_flip:
                 steps.append(v2.RandomVerticalFlip())
         if pick is not None and not 1 <= pick <= len(steps):
-            raise SettingError("data.augment.pick", pick, f"null, or 1 to {len(steps)} (the crop and the flips)")
+            known = f"null, or between 1 and {len(steps)} (the number of enabled augmentations)"
+            raise SettingError("data.augment.pick", pick, known)
         self._augment = v2.Compose(steps) if steps else None
         if pick is not None and pick < len(steps):
             self._augment = _Pick(steps, pick, None if self.resize_size == input.image_size else v2.Resize(size, mode))
@@ -102,7 +103,7 @@ class Transform:
 
     @property
     def resized_shape(self) -> tuple[int, ...] | None:
-        """Shape of a resized image: (H, W, 3), or (H, W) for gray images. None if images are not resized."""
+        """Shape of a resized image: (H, W, 3), (H, W) for gray images, or None if images are not resized."""
         if self.resize_size is None:
             return None
         return self.resize_size if self._gray else (*self.resize_size, 3)
@@ -148,7 +149,7 @@ def to_pictures(pixels: Tensor, input: InputSpec) -> list[Image.Image]:
 class _Pick(torch.nn.Module):
     """Apply a random subset of augmentations. The first augmentation must be the crop.
 
-    If the subset does not contain the crop, `resize` is applied first, unless it is None.
+    If the subset does not contain the crop, `resize` is applied first, unless `resize` is None.
     """
 
     def __init__(self, steps: Sequence[torch.nn.Module], count: int, resize: torch.nn.Module | None) -> None:

@@ -1,6 +1,6 @@
 """Use methods in training loops: `MethodSession` for any training loop, and callbacks for Lightning and `transformers`.
 
-The libraries are imported only by the modules `lightning` and `transformers` of this package.
+Only the modules `lightning` and `transformers` of this package import the libraries of the same name.
 """
 
 from efficient_ft.integrations.session import MethodSession

@@ -18,7 +18,7 @@ from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_laye
 from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
-#: Classes that wrap or compile a module. Methods must be applied before a module is wrapped or compiled.
+#: Names of classes that wrap or compile a module. Methods must be applied before a module is wrapped or compiled.
 _WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 #: Mapping from each model to its open session.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
@@ -41,7 +41,7 @@ def adds_loss(method: Method) -> bool:
 
 
 def is_first_process() -> bool:
-    """Return True if training is not distributed, or on the first process of distributed training."""
+    """Return True in the first process of distributed training, and always True if training is not distributed."""
     distributed = torch.distributed
     return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
 
@@ -49,14 +49,15 @@ def is_first_process() -> bool:
 def freeze_statistics(model: nn.Module) -> list[str]:
     """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 
-    Log a warning if statistics still have their initial values, because such a layer has not been pretrained.
+    Log a warning for layers whose statistics still have their initial values, because these layers are not pretrained.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
     names = [name for name in freeze_batch_norm(model) if name not in before]
     if wrong := [name for name in names if name in initial]:
         log.warning(
-            "warning: the BatchNorm statistics of %d layers are frozen at their initial values (mean 0, variance 1):"
-            " %s has not been pretrained. Pass frozen_bn=False (in a run, model.frozen_bn=false) to train it.",
+            "warning: the BatchNorm statistics of %d layers are frozen at their initial values (mean 0, variance 1),"
+            " because the model %s has not been pretrained. To train the model, pass frozen_bn=False (in a run,"
+            " model.frozen_bn=false).",
             len(wrong),
             type(model).__name__,
         )
@@ -64,33 +65,33 @@ def freeze_statistics(model: nn.Module) -> list[str]:
 
 
 def refuse_loss_outside(methods: Iterable[Method], block: int | None) -> None:
-    """Raise UserError for `MethodSession.loss` outside of a step if a method adds a loss or acts per step.
+    """Raise UserError if `MethodSession.loss` is called outside of a step and a method adds a loss or acts per step.
 
-    `block` is the number of the step whose ``with`` block is running.
+    `block` is the number of the step whose ``with`` block is running, or None if no ``with`` block is running.
     """
     for method in methods:
         if method.acts_per_step or adds_loss(method):
             why = "adds a loss" if adds_loss(method) else "acts per step"
             if block is not None:
                 raise UserError(
-                    f"session.loss() was called after the end of step {block}, and method {method.name}"
-                    f" {why}. The step has already ended, because the optimizer has stepped. Use a"
-                    " `with session.step(number):` block with a new number for each step of the optimizer."
+                    f"session.loss() was called after the end of step {block}, but method {method.name}"
+                    f" {why}. The step ended when the optimizer stepped. Use a `with session.step(number):` block"
+                    " with a new number for each step of the optimizer."
                 )
             raise UserError(
-                f"session.loss() was called outside of a step, and method {method.name} {why}. Call it inside"
-                " `with session.step(number):`, after the forward pass."
+                f"session.loss() was called outside of a step, but method {method.name} {why}. Call session.loss()"
+                " inside `with session.step(number):`, after the forward pass."
             )
 
 
 def refuse_nested(model: nn.Module, session: object) -> None:
-    """Raise UserError if another session is open on `model`, on a part of it, or on a module that contains it."""
+    """Raise UserError if another session is open on `model`, its submodules, or a module that contains `model`."""
     modules = set(model.modules())
     for other, entered in list(OPENED.items()):
         if entered() not in (None, session) and (other in modules or model in set(other.modules())):
             raise UserError(
                 f"Another session is open on this {type(other).__name__}: {entered()!r}. Pass all methods to one"
-                " session, or leave the other one first."
+                " session, or leave the other session first."
             )
 
 
@@ -105,14 +106,14 @@ def refuse_wrapped_inside(network: nn.Module) -> None:
         if wrapper is not None:
             raise UserError(
                 f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
-                " methods first; compile or wrap it after that."
+                " methods before you compile or wrap the network."
             )
 
 
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
-    """Raise an error if an optimizer steps inside the backward pass, but the methods or the loop do not support this.
+    """Raise an error if an optimizer steps inside the backward pass and the methods or the loop require all gradients.
 
-    `loop` contains the properties of the training loop that are not compatible with such an optimizer (see
+    `loop` contains the settings of the training loop that are not compatible with such an optimizer (see
     `refuse_in_backward`).
     """
     if steps_in_backward(optimizers):
@@ -124,8 +125,8 @@ def refuse_gradient_readers(methods: Iterable[Method]) -> None:
     """Raise UserError if a method requires gradients at the end of a step."""
     if readers := [method.name for method in methods if Needs.GRADIENTS_AT_STEP_END in method.needs]:
         raise UserError(
-            f"method {readers[0]} compares the gradients of all blocks at the end of a step, and an optimizer that"
-            " steps inside the backward pass has freed them. Use optim.in_backward=false, or another method."
+            f"method {readers[0]} compares the gradients of all blocks at the end of a step, but an optimizer that"
+            " steps inside the backward pass frees these gradients. Use optim.in_backward=false, or another method."
         )
 
 
@@ -138,14 +139,14 @@ def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], gi
     foreign, missing = sorted(given.keys() - own), sorted(state.keys() - given.keys())
     if foreign or missing:
         raise UserError(
-            "The checkpoint was written with other methods or settings: it contains the state of"
+            "The checkpoint was written with other methods or settings. The checkpoint contains the state of"
             f" {', '.join(foreign or sorted(given)) or 'no method'}, but this session requires the"
             f" state of {', '.join(missing or sorted(own))}. Pass the methods and settings of the interrupted training."
         )
 
 
 def find_network(module: Any, name: str) -> nn.Module:
-    """Return the module at the dotted attribute path `name` of `module`, or `module` itself if `name` is empty."""
+    """Return the module at the dotted path `name` in `module`, or `module` itself if `name` is empty."""
     found = module
     for depth, part in enumerate(name.split(".") if name else ()):
         child = getattr(found, part, None)
@@ -159,7 +160,7 @@ def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
     children = holder.named_children() if isinstance(holder, nn.Module) else ()
     names = [f"{prefix}.{child}" if prefix else child for child, _ in children]
     why = (
-        "It is not a module when the callback applies the methods: build the network in __init__."
+        "The attribute is not a module when the callback applies the methods. Build the network in __init__."
         if exists
         else 'Pass the attribute that contains the timm model, or network="" for the module itself.'
     )

@@ -1,4 +1,4 @@
-"""Lightning callback that applies methods and calls these methods during training, for any LightningModule.
+"""Lightning callback that applies methods to any LightningModule and calls these methods during training.
 
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()], network="model")
 >>> Trainer(callbacks=[callback]).fit(module, loader)
@@ -23,11 +23,11 @@ try:
     from lightning.pytorch.strategies import DDPStrategy
 except ImportError as error:
     raise ImportError(
-        "efficient_ft.integrations.lightning needs the package lightning: pip install 'lightning>=2.6.6'"
+        "efficient_ft.integrations.lightning requires the package lightning. Run: pip install 'lightning>=2.6.6'"
     ) from error
 
-#: Strategies that shard parameters. These strategies are rejected because methods freeze, replace and add entire
-#: parameters.
+#: Names of strategies that shard parameters. These strategies are rejected, because methods freeze, replace and add
+#: entire parameters.
 _SHARDING = ("FSDPStrategy", "ModelParallelStrategy", "DeepSpeedStrategy")
 
 
@@ -43,12 +43,13 @@ class MethodCallback(Callback):
       key ``loss``. If the module defines ``on_total_loss(loss)``, this function is called with the total loss of each
       micro-batch.
     - BatchNorm statistics remain frozen, even after calls of ``train()``.
-    - Checkpoints contain the states of the methods, so that resumed training continues exactly.
-    - Evaluation does not call the methods and does not require that the module was trained.
+    - Checkpoints contain the states of the methods, so that a resumed training run gives the same result as an
+      uninterrupted run.
+    - Evaluation does not call the methods and is also possible without previous training.
 
     Args:
         methods: one method or several methods, in any order.
-        network: name of the attribute of the LightningModule that contains the timm model. A dotted path, such as
+        network: name of the attribute in which the LightningModule stores the timm model. A dotted path, such as
             ``"encoder.net"``, is also allowed. ``""`` denotes the LightningModule itself.
         frozen_bn, classifier: see `MethodSession`.
 
@@ -58,7 +59,7 @@ class MethodCallback(Callback):
 
     Raises:
         SettingError: Raised by ``setup`` if the attribute `network` does not exist, or if the strategy is not
-            compatible with the methods. The message names a compatible strategy.
+            compatible with the methods. The error message names a compatible strategy.
         UserError: Raised by ``setup`` if the network is compiled or wrapped, if a method does not support the network,
             or if a method adds a loss and optimization is manual. Raised when training starts if the optimizer was
             created before the methods were applied. Also raised if the optimizer steps inside the backward pass
@@ -84,7 +85,7 @@ class MethodCallback(Callback):
 
     @property
     def state_key(self) -> str:
-        """Key in the callback states of a checkpoint, under which the states of the methods are stored."""
+        """Key under which a checkpoint stores the states of the methods."""
         return "MethodCallback" if self.network == "model" else f"MethodCallback({self.network})"
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -95,14 +96,15 @@ class MethodCallback(Callback):
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise UserError(
                 f"The LightningModule must be a plain module, got torch.compile({type(pl_module).__name__}). Pass the"
-                " module itself, and compile parts of its network after the methods are applied (on_fit_start)."
+                " module itself, and compile parts of its network after the methods are applied, for example in"
+                " on_fit_start."
             )
         network = find_network(pl_module, self.network)
         self._refuse_strategy(trainer, network, stage)
         adding = names_adding_loss(self.methods)
         if stage == "fit" and adding and not pl_module.automatic_optimization:
             raise UserError(
-                f"method {adding[0]} adds a loss, which manual optimization would lose. Set"
+                f"method {adding[0]} adds a loss, which manual optimization does not support. Set"
                 " automatic_optimization=True, or use MethodSession in a training loop without a Trainer."
             )
         if self.session is None or self.session.model is not network:
@@ -115,16 +117,15 @@ class MethodCallback(Callback):
         strategy = getattr(trainer, "strategy", None)
         kind = type(strategy).__name__
         if {c.__name__ for c in type(strategy).__mro__} & set(_SHARDING):
-            raise SettingError(
-                "strategy", kind, "one device or DDP", "Methods act on whole parameters, which this strategy shards."
-            )
+            why = "Methods require entire parameters, but this strategy shards parameters."
+            raise SettingError("strategy", kind, "one device or DDP", why)
         norms = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
         if norms and getattr(strategy, "_layer_sync", None) is not None:
             raise SettingError(
                 "sync_batchnorm",
                 True,
                 "False",
-                "It replaces the network's BatchNorm layers after the methods are applied and statistics are frozen.",
+                "This setting replaces BatchNorm layers after the methods are applied and the statistics are frozen.",
             )
         unused = [method.name for method in self.methods if method.find_unused_parameters]
         if stage != "fit" or not isinstance(strategy, DDPStrategy) or not unused:
@@ -136,7 +137,7 @@ class MethodCallback(Callback):
                 "strategy",
                 f"{kind}({given})",
                 "'ddp_find_unused_parameters_true' or DDPStrategy(find_unused_parameters=True)",
-                f"With method {unused[0]} some parameters get no gradient in some steps.",
+                f"With method {unused[0]}, some parameters receive no gradient in some steps.",
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -155,7 +156,7 @@ class MethodCallback(Callback):
         )
 
     def _applied(self) -> MethodSession:
-        assert self.session is not None, "setup runs before all other hooks of a training"
+        assert self.session is not None, "the Trainer must call setup before all other hooks"
         return self.session
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,7 +175,7 @@ class MethodCallback(Callback):
             self._applied().end_step()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Abandon the last step if there were too few micro-batches to complete it."""
+        """Abandon the last step if there were too few micro-batches to complete the step."""
         self._applied().abandon_step()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
@@ -205,7 +206,7 @@ class MethodCallback(Callback):
 
 
 class _TotalLoss:
-    """Replacement for the ``training_step`` of a LightningModule that adds the losses of methods.
+    """Replacement for the ``training_step`` of a LightningModule that adds the losses of the methods.
 
     All callbacks of the module share one replacement.
     """
@@ -219,7 +220,7 @@ class _TotalLoss:
         output = self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor):
-            return output  # Lightning skips the batch if the output is None, and rejects other values
+            return output  # Lightning skips the batch if the output is None, and rejects all other values
         for session in self.sessions:
             loss = session.loss(loss)
         if hasattr(self.module, "on_total_loss"):

@@ -22,7 +22,7 @@ from efficient_ft.models.marks import added_modules, is_inside
 
 #: Metadata key of files that contain a trained part. The value is a JSON object with the attributes of `About`.
 _KEY = "efficient_ft_trained_part"
-#: Key under which an encoded state stores the values of a tensor.
+#: Key under which the values of a tensor are stored in an encoded state.
 _TENSOR = "__tensor__"
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 _MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError)
@@ -45,7 +45,7 @@ class About:
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a file. Tensors are on the CPU. `about` is None if the file does not contain a trained part."""
+    """Content of a file, with tensors on the CPU. `about` is None if the file does not contain a trained part."""
 
     path: Path
     tensors: dict[str, Tensor]
@@ -95,7 +95,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], about: dict[str, str]) -> 
     try:
         write_bytes_atomically(path, content)
     except OSError as error:
-        raise UserError(f"{path} cannot be written ({first_line(error)}).") from error
+        raise UserError(f"The file {path} cannot be written ({first_line(error)}).") from error
 
 
 def read(path: Path) -> Content:
@@ -103,30 +103,30 @@ def read(path: Path) -> Content:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise UserError(f"{path}: no such file. Pass a file written by session.save().")
+        raise UserError(f"The file {path} does not exist. Pass a file written by session.save().")
     try:
         with safe_open(path, "pt") as opened:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} is not a valid .safetensors file ({first_line(error)}).") from error
+        raise UserError(f"The file {path} is not a valid .safetensors file ({first_line(error)}).") from error
     try:
         return Content(path, tensors, _about(metadata[_KEY]) if _KEY in metadata else None)
     except ValueError as error:
-        raise UserError(f"{path} has malformed metadata: {first_line(error)}. Save the session again.") from error
+        raise UserError(f"The file {path} has malformed metadata: {first_line(error)}. Save the file again.") from error
 
 
 def _about(text: str) -> About:
     found = parse_json(text)
     if not isinstance(found, dict):
-        raise ValueError(f"it must be an object, got {type(found).__name__}")
+        raise ValueError(f"it must be a JSON object, got {type(found).__name__}")
     if missing := [key for key in ("methods", "state", "other_weights") if key not in found]:
         raise ValueError(f"it lacks {missing[0]}")
     methods, state, other_weights = found["methods"], found["state"], found["other_weights"]
     if not isinstance(methods, list) or not all(isinstance(name, str) for name in methods):
         raise ValueError("methods must be a list of strings")
     if not isinstance(state, dict) or not all(isinstance(of, dict) and _TENSOR not in of for of in state.values()):
-        raise ValueError("state must be an object of objects")
+        raise ValueError("state must be a JSON object whose values are JSON objects")
     if not isinstance(other_weights, str):
         raise ValueError("other_weights must be a string")
     return About(methods, {name: decode(of) for name, of in state.items()}, other_weights)
@@ -135,21 +135,22 @@ def _about(text: str) -> About:
 def load_trained(content: Content, model: nn.Module, names: Sequence[str], methods: Sequence[Method]) -> None:
     """Copy a trained part into `model`, and restore the states of the methods.
 
-    Raise UserError if the methods, settings, names, shapes or remaining weights differ. The model is then unchanged.
+    If the methods, settings, names, shapes or remaining weights differ, raise UserError and leave the model unchanged.
     """
     about = content.about
     assert about is not None
     own = [method.state_key for method in methods]
     if about.methods != own:
         raise UserError(
-            f"{content.path} was saved with other methods or settings: {', '.join(about.methods) or 'no method'}."
-            f" This session has {', '.join(own) or 'no method'}. Pass the methods and settings of the file."
+            f"The file {content.path} was saved with other methods or settings:"
+            f" {', '.join(about.methods) or 'no method'}. This session has {', '.join(own) or 'no method'}. Pass the"
+            " methods and settings of the file."
         )
-    _require_same(content, model, names, "Use the same model, classes and selection of parameters.")
+    _require_same(content, model, names, "Use the same model, the same classes and the same trained parameters.")
     if about.other_weights != _checksum(model, names):
         raise UserError(
-            f"{content.path} was saved on a model whose frozen weights differ from this model's. Create the model with"
-            " the same pretrained weights and dtype."
+            f"The file {content.path} was saved with a model whose frozen weights differ from those of this model."
+            " Create the model with the same pretrained weights and dtype."
         )
     _load_state(content.path, about.state, methods)
     _copy(content, model)
@@ -170,13 +171,15 @@ def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequen
             for other, before in zip(stateful[: index + 1], previous, strict=False):
                 other.load_state_dict(before)
             why = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{path} has malformed metadata: the state of method {method.name} ({why}).") from error
+            raise UserError(
+                f"The file {path} has malformed metadata: the state of method {method.name} is invalid ({why})."
+            ) from error
 
 
 def _require_same_types(name: str, found: Any, own: Any) -> None:
     """Raise TypeError if corresponding values have different types.
 
-    None matches any type, and int and float match each other.
+    None matches any type, and int matches float.
     """
     if found is None or own is None:
         return
@@ -194,8 +197,8 @@ def _require_same_types(name: str, found: Any, own: Any) -> None:
 def load_whole(content: Content, model: nn.Module) -> None:
     """Copy all weights into `model`. If names or shapes differ, raise UserError and leave the model unchanged."""
     hint = (
-        "Methods that rename layers (LoRA) or add modules change the names: load weights with the pretrained model's"
-        " names before the methods are applied, and weights with added modules after it."
+        "Methods that rename layers (LoRA) or add modules change the names. Load weights with the pretrained model's"
+        " names before the methods are applied, and load weights with added modules after the methods are applied."
     )
     _require_same(content, model, list(model.state_dict()), hint)
     _copy(content, model)
@@ -205,15 +208,15 @@ def _require_same(content: Content, model: nn.Module, names: Sequence[str], hint
     """Raise UserError unless the file contains exactly the tensors in `names`, with the same shapes as in the model."""
     missing, unknown = [n for n in names if n not in content.tensors], content.tensors.keys() - set(names)
     if missing or unknown:
-        faults = [f"the file lacks {missing[0]} ({len(missing)} in total)"] if missing else []
-        faults += [f"the model does not expect {min(unknown)} ({len(unknown)} in total)"] if unknown else []
-        raise UserError(f"{content.path} does not fit {type(model).__name__}: {' and '.join(faults)}. {hint}")
+        faults = [f"the file lacks the tensor {missing[0]} ({len(missing)} in total)"] if missing else []
+        faults += [f"the model has no tensor {min(unknown)} ({len(unknown)} in total)"] if unknown else []
+        raise UserError(f"The file {content.path} does not fit {type(model).__name__}: {' and '.join(faults)}. {hint}")
     own = model.state_dict()
     for name, tensor in content.tensors.items():
         if tensor.shape != own[name].shape:
             raise UserError(
-                f"{content.path} does not fit {type(model).__name__}: {name} has the shape {tuple(tensor.shape)} in the"
-                f" file and {tuple(own[name].shape)} in the model. {hint}"
+                f"The file {content.path} does not fit {type(model).__name__}: the tensor {name} has the shape"
+                f" {tuple(tensor.shape)} in the file and {tuple(own[name].shape)} in the model. {hint}"
             )
 
 
@@ -249,8 +252,8 @@ def encode(state: Any) -> Any:
     if state is None or isinstance(state, str | int | float | bool):
         return state
     raise UserError(
-        "The state of a method must be tensors, numbers, strings, lists and dictionaries with string keys, got"
-        f" {type(state).__name__} ({state!r:.60}). Fix the method's state_dict."
+        "The state of a method must consist of tensors, numbers, strings, lists, and dictionaries with string keys, got"
+        f" {type(state).__name__} ({state!r:.60}). Change the state_dict of the method."
     )
 
 

@@ -65,7 +65,7 @@ class MethodSession:
     same model are rejected.
 
     Args:
-        model: image classifier, neither compiled nor wrapped (see `Method.apply`).
+        model: image classifier that is neither compiled nor wrapped (see `Method.apply`).
         methods: one method or several methods, in any order.
         frozen_bn: if True, freeze the BatchNorm statistics of the model, as in the papers. `remove` unfreezes the
             statistics.
@@ -107,8 +107,8 @@ class MethodSession:
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
-        #: `requires_grad` of each parameter between two steps (by name), and all parameters. Both are empty before the
-        #: first step.
+        #: Values of `requires_grad` between two steps, keyed by parameter name, and a list of all parameters. Both
+        #: collections are empty before the first step.
         self._between_steps: dict[str, bool] = {}
         self._parameters: list[nn.Parameter] = []
         self._step: int | None = None
@@ -171,7 +171,7 @@ class MethodSession:
 
     def __enter__(self) -> MethodSession:
         if self._entered:
-            raise UserError("The session is already open. Enter it once, around the training loop.")
+            raise UserError("The session is already open. Enter the session once, around the training loop.")
         self.apply()
         self.start()
         self._entered = True
@@ -204,8 +204,8 @@ class MethodSession:
     def check_optimizers(self, optimizers: Iterable[Any]) -> None:
         """Check that the optimizers contain all parameters that are trained in at least one step.
 
-        The check also runs automatically at the end of the first completed ``with session.step()`` block. It is skipped
-        if no method selects or adds parameters.
+        The check also runs automatically at the end of the first completed ``with session.step()`` block. The check is
+        skipped if no method selects or adds parameters.
 
         Raises:
             UserError: See `check_optimizer`.
@@ -225,17 +225,17 @@ class MethodSession:
 
         Raises:
             UserError: If the session is not open, if another step is running, or if the number has already been used.
-                Raised at the end of the block if a required call of `loss` or a parameter in an optimizer is missing.
+                Raised at the end of the block if a call of `loss` is missing, or if an optimizer lacks parameters.
         """
         if not self._open:
             raise UserError(
-                "session.step() was called outside of the session. Call it inside `with MethodSession(model, methods)"
-                " as session:`."
+                "session.step() was called outside of the session. Call session.step() inside `with"
+                " MethodSession(model, methods) as session:`."
             )
         if self._block is not None:
             raise UserError(
                 f"Step {number} began inside step {self._block}. Leave the `with session.step({self._block}):` block"
-                " first; all micro-batches of an optimizer step may share one block."
+                " first. All micro-batches of an optimizer step may share one block."
             )
         self._check_number(number)
         if self._step is not None and self._step != number:
@@ -257,7 +257,7 @@ class MethodSession:
             hook.remove()
 
     def loss(self, loss: Tensor) -> Tensor:
-        """Return the loss to minimize: `loss` plus the losses that the methods add.
+        """Return `loss` plus the losses that the methods add.
 
         Call this method inside a step, once after each forward pass in training.
 
@@ -313,7 +313,7 @@ class MethodSession:
         self._require_applied("end_step", in_block=True)
         if self._step is None:
             raise UserError(
-                "session.end_step() was called, and no step has begun. Call session.begin_step(number) before the first"
+                "session.end_step() was called, but no step has begun. Call session.begin_step(number) before the first"
                 " forward pass of each step."
             )
         for method in self.methods:
@@ -336,8 +336,8 @@ class MethodSession:
         last = self._last if self._step is None else self._step
         if last is not None and number <= last and number != self._step:
             raise UserError(
-                f"Step {number} follows step {last} of the same training: number the steps over all epochs, and give"
-                " each step of the optimizer a new number. session.start() begins a new training."
+                f"Step {number} follows step {last} of the same training. Number the steps across all epochs, and give"
+                " each step of the optimizer a new number. To begin a new training, call session.start()."
             )
 
     def _forget_step(self) -> None:
@@ -346,8 +346,8 @@ class MethodSession:
     def _end_without_update(self) -> None:
         """End a step in which the parameters were not updated.
 
-        This happens, for example, after an overflow in GradScaler or if a step is incomplete. The gradients of the step
-        may already be freed.
+        For example, GradScaler skips the update after an overflow, or a step is incomplete. The gradients of the step
+        may already have been freed.
         """
         make_trainable(self.model, self._between_steps)
         for method in self.methods:
@@ -359,7 +359,7 @@ class MethodSession:
         self._forget_step()
 
     def _after_optimizer(self, optimizer: Optimizer, *_: Any) -> None:
-        """End the step after all parameters with a gradient have been updated."""
+        """End the step if all parameters with a gradient have been updated."""
         if self._step is None:
             return
         stepped = {id(p) for o in (*self._stepped, optimizer) for group in o.param_groups for p in group["params"]}
@@ -377,7 +377,7 @@ class MethodSession:
     def _end_updated_step(self) -> None:
         if not self._losses and (adding := names_adding_loss(self.methods)):
             raise UserError(
-                f"method {adding[0]} adds a loss, and session.loss() was not called in step {self._step}. Call"
+                f"method {adding[0]} adds a loss, but session.loss() was not called in step {self._step}. Call"
                 " loss = session.loss(loss) after each forward pass and before loss.backward()."
             )
         optimizers = self._stepped
@@ -387,7 +387,7 @@ class MethodSession:
             self.check_optimizers(optimizers)
 
     def _versions(self) -> int:
-        """Return the sum of the parameters' version counters. Any update in place increases the sum."""
+        """Return the sum of the parameters' version counters. Any in-place update increases the sum."""
         return sum(p._version for p in self._parameters)
 
     def state_dict(self) -> dict[str, Any]:
@@ -441,7 +441,7 @@ class MethodSession:
 
         Raises:
             UserError: If the file cannot be read, is malformed, or was saved with other methods, settings, parameters
-                or pretrained weights. The model is then unchanged.
+                or pretrained weights. In this case, the model is unchanged.
         """
         content = saving.read(Path(path))
         if content.about is None:
@@ -474,7 +474,7 @@ class MethodSession:
         return f"MethodSession({type(self.model).__name__}: {names}{'' if self._applied else '; not applied'})"
 
     def __str__(self) -> str:
-        """Return three lines with the number of trainable parameters, the memory, and the FLOPs."""
+        """Return three lines that describe the trainable parameters, the memory and the FLOPs."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
         return summary(
@@ -491,7 +491,7 @@ class MethodSession:
                 " call session.apply() first."
             )
         if self._block is not None and not in_block:
-            raise UserError(f"session.{call}() was called inside step {self._block}. Call it between two steps.")
+            raise UserError(f"session.{call}() was called inside step {self._block}. Call {call}() between steps.")
 
 
 def _forget_step(method: Method) -> None:

@@ -1,4 +1,4 @@
-"""Text that ``print(session)`` shows."""
+"""Text that ``print(session)`` prints."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def summary(model: nn.Module, methods: Sequence[Method], saved: Sequence[str], count: Callable[[], Executed]) -> str:
-    """Return three lines with the number of trainable parameters, the memory, and the FLOPs.
+    """Return three lines that describe the trainable parameters, the memory and the FLOPs.
 
-    `saved` contains the names of the tensors that `MethodSession.save` writes. `count` is a function that counts the
+    `saved` contains the names of the tensors that `MethodSession.save` writes. `count` is a function that returns the
     cost of a training step.
     """
     tensors, names = model.state_dict(), ", ".join(method.name for method in methods)
@@ -28,7 +28,7 @@ def summary(model: nn.Module, methods: Sequence[Method], saved: Sequence[str], c
     try:
         cost = count()
     except Exception as error:  # an error in a summary must not interrupt training
-        why = f"not counted ({first_line(error)}); call session.cost() with the input size and the task"
+        why = f"not counted ({first_line(error)}). Call session.cost() with the input size and the task."
         return f"{head}\nmemory: {why}\nFLOPs: {why}"
     kept, peak = format_bytes(cost.saved_bytes), format_bytes(cost.peak_bytes)
     forward, backward = format_number(cost.forward_flops), format_number(cost.backward_flops)

@@ -1,4 +1,4 @@
-"""Callback that applies methods to timm models and calls them during training with Hugging Face's `Trainer`.
+"""Callback for Hugging Face's `Trainer` that applies methods to timm models and calls these methods during training.
 
 >>> model = TimmWrapperForImageClassification.from_pretrained("timm/deit_small_patch16_224.fb_in1k", num_labels=37)
 >>> callback = MethodCallback([BSR(blocks=[3, 7, 11]), BackRazor()])
@@ -32,20 +32,20 @@ try:
     from transformers.trainer_callback import ExportableState
 except ImportError as error:
     raise ImportError(
-        "efficient_ft.integrations.transformers needs the packages transformers and accelerate:"
-        " pip install 'efficient-ft[transformers]'"
+        "efficient_ft.integrations.transformers requires the packages transformers and accelerate."
+        " Run: pip install 'efficient-ft[transformers]'"
     ) from error
 
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
-#: Arguments of TrainingArguments that are not compatible with methods. The values are reasons or alternatives.
+#: Mapping from arguments of TrainingArguments that are not compatible with methods to a reason or an alternative.
 _REFUSED = {
-    "fsdp": "Methods act on whole parameters, which FSDP shards.",
-    "deepspeed": "Methods act on whole parameters, which DeepSpeed shards.",
-    # Both names are listed, because recent versions of `transformers` set both if one of them is given.
+    "fsdp": "Methods require entire parameters, but FSDP shards parameters.",
+    "deepspeed": "Methods require entire parameters, but DeepSpeed shards parameters.",
+    # Both names are listed, because recent versions of `transformers` set both arguments if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
-    "auto_find_batch_size": "It restarts training in the middle of a step, without a reset of the methods.",
-    "restore_callback_states_from_checkpoint": "It creates new callbacks. MethodCallback restores its state anyway.",
+    "auto_find_batch_size": "It restarts training in the middle of a step without resetting the methods.",
+    "restore_callback_states_from_checkpoint": "It creates new callbacks. MethodCallback always restores its state.",
 }
 
 
@@ -54,19 +54,19 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     The callback opens a `MethodSession` and controls the session from the hooks of the Trainer:
 
-    - The methods are applied once, when the Trainer is created and before it creates the optimizer. Pass the callback
-      in ``Trainer(callbacks=[...])``.
-    - The callback begins each optimizer step before its first micro-batch. It ends the step after ``optimizer.step()``
-      and before the gradients are set to zero.
+    - The methods are applied once, when the Trainer is created and before the Trainer creates the optimizer. Pass the
+      callback in ``Trainer(callbacks=[...])``.
+    - The callback begins each optimizer step before its first micro-batch. The callback ends the step after
+      ``optimizer.step()`` and before the gradients are set to zero.
     - The losses of the methods are added to the ``loss`` in the output of the model.
     - BatchNorm statistics remain frozen, although the Trainer calls ``model.train()`` for each micro-batch.
-    - Checkpoints contain the states of the methods in ``trainer_state.json``, so that resumed training continues
-      exactly.
-    - Evaluation does not call the methods and does not require that the model was trained.
+    - Checkpoints contain the states of the methods in ``trainer_state.json``, so that a resumed training run gives the
+      same result as an uninterrupted run.
+    - Evaluation does not call the methods and is also possible without previous training.
 
     Args:
         methods: one method or several methods, in any order.
-        network: name of the attribute of the model that contains the timm model (``timm_model`` in `TimmWrapper`
+        network: name of the attribute in which the model stores the timm model (``timm_model`` in `TimmWrapper`
             models). A dotted path is also allowed. ``""`` denotes the model itself.
         frozen_bn, classifier: see `MethodSession`.
 
@@ -115,7 +115,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         training = opened is not None and opened() is self.session
         self.session.apply()
         if not training:
-            self.session.close()  # reopened when training begins, so that other sessions can be used until then
+            self.session.close()  # on_train_begin opens the session again, so that other sessions can be used before
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 
@@ -128,7 +128,7 @@ class MethodCallback(TrainerCallback, ExportableState):
                 raise SettingError(name, value, "off", why)
         if args.n_gpu > 1:
             raise SettingError(
-                "n_gpu", args.n_gpu, "1 for each process", "Start one process per GPU: torchrun --nproc-per-node=N."
+                "n_gpu", args.n_gpu, "1 for each process", "Start one process per GPU with torchrun --nproc-per-node=N."
             )
         adding = names_adding_loss(self.methods)
         if args.label_smoothing_factor and adding:
@@ -136,11 +136,11 @@ class MethodCallback(TrainerCallback, ExportableState):
                 "label_smoothing_factor",
                 args.label_smoothing_factor,
                 f"0 with method {adding[0]}, which adds a loss",
-                "With label smoothing the Trainer computes the loss outside of the model.",
+                "With label smoothing, the Trainer computes the loss outside of the model.",
             )
         unused = [method.name for method in self.methods if method.find_unused_parameters]
         if args.world_size > 1 and unused:
-            why = f"With method {unused[0]} some parameters get no gradient in some steps."
+            why = f"With method {unused[0]}, some parameters receive no gradient in some steps."
             if args.ddp_find_unused_parameters is False:
                 raise SettingError("ddp_find_unused_parameters", False, "True or None", why)
             if getattr(args, "ddp_static_graph", None):
@@ -152,20 +152,20 @@ class MethodCallback(TrainerCallback, ExportableState):
         """Open the session. When training is resumed, restore the states of the methods."""
         if self.session is None:
             raise UserError(
-                "MethodCallback was added after the Trainer was built. Pass it in Trainer(callbacks=[...]), which"
-                " applies the methods before the optimizer is built."
+                "MethodCallback was added after the Trainer was created. Pass the callback in Trainer(callbacks=[...]),"
+                " so that the methods are applied before the optimizer is created."
             )
         if find_network(model, self.network) is not self.session.model:
             raise UserError(
-                "The methods were applied to a different model: model_init builds a new model for each training. Pass"
-                " Trainer(model=...) instead."
+                "The methods were applied to a different model, because model_init builds a new model for each"
+                " training. Pass Trainer(model=...) instead."
             )
         self.session.apply()
         own = {method.state_key for method in self.methods}
         if others := [mark.method for mark in marks_of(self.session.model) if mark.key not in own]:
             log.warning(
-                "warning: this Trainer runs no steps of method %s, which was applied outside of its MethodCallback. To"
-                " train with all methods, pass them to one MethodCallback.",
+                "warning: this Trainer does not run the steps of method %s, because the method was applied outside of"
+                " the MethodCallback. To train with all methods, pass all methods to one MethodCallback.",
                 ", ".join(others),
             )
         self.session.check_optimizers([optimizer])
@@ -182,11 +182,13 @@ class MethodCallback(TrainerCallback, ExportableState):
         if state.global_step > 0:
             saved = state.stateful_callbacks.get(name, {"attributes": {"methods": {}}})
             if isinstance(saved, list):
-                raise UserError("A Trainer accepts one MethodCallback. Pass all methods in its list.")
+                raise UserError("A Trainer accepts only one MethodCallback. Pass all methods to one callback.")
             try:
                 states = decode(saved["attributes"]["methods"])
             except ValueError as error:
-                raise UserError(f"The methods' state in the checkpoint is malformed: {first_line(error)}.") from error
+                raise UserError(
+                    f"The states of the methods in the checkpoint are malformed: {first_line(error)}."
+                ) from error
             self.session.check_state(states)
             self.session.load_state_dict(states)
         state.stateful_callbacks.setdefault(name, self.state())  # the Trainer requires this entry and updates it
@@ -210,7 +212,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         if not isinstance(loss, Tensor) or loss.dim():
             raise UserError(
                 f"method {name} adds a loss, but the output of {type(model).__name__} contains no loss. Compute the"
-                " loss in the model, from labels, instead of in compute_loss_func."
+                " loss in the model from the labels, instead of in compute_loss_func."
             )
         total = self._applied().loss(loss)
         if isinstance(output, tuple):
@@ -219,7 +221,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         return output
 
     def _applied(self) -> MethodSession:
-        assert self.session is not None, "on_train_begin refuses a training without a session"
+        assert self.session is not None, "on_train_begin must refuse training without a session"
         return self.session
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -245,7 +247,7 @@ class MethodCallback(TrainerCallback, ExportableState):
 
         Args:
             model: model of the Trainer.
-            folder: folder in which the files are saved.
+            folder: folder to which the files are written.
             kwargs: further arguments of ``model.save_pretrained``.
 
         Raises:
@@ -254,8 +256,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         added = [method.name for method in self.methods if not method.merges and Adds.MODULES in method.adds]
         if added:
             raise UserError(
-                f"method {added[0]} adds modules that cannot be merged, and from_pretrained would not load them. Save"
-                " model.state_dict() instead, and load it after the method is applied."
+                f"method {added[0]} adds modules that cannot be merged, and from_pretrained would not load these"
+                " modules. Save model.state_dict() instead, and load this state after the method is applied."
             )
         plain = copy.deepcopy(model)
         for method in reversed(self.methods):

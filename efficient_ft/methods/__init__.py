@@ -1,8 +1,8 @@
-"""Methods for efficient fine-tuning. Methods on different axes of a training step can be stacked.
+"""Methods for efficient fine-tuning. Methods on different axes of a training step can be combined.
 
 All method classes can be imported from this package, for example ``from efficient_ft.methods import LBPWHT,
-BackRazor``. `METHODS` maps names on the command line to classes. Classes are imported when they are first used. The
-imports under ``TYPE_CHECKING`` are only for editors and type checkers.
+BackRazor``. `METHODS` maps the name of each method on the command line to its class. A class is imported when it is
+first used. The imports under ``TYPE_CHECKING`` are only for editors and type checkers.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -10,12 +10,12 @@ A training loop makes the following calls in each optimizer step:
 3. ``loss.backward()`` and ``optimizer.step()``.
 4. ``method.step_end()`` before the gradients are set to zero.
 
-Create the optimizer after ``apply`` and before the first ``step_begin``. Pass all parameters that require gradients at
-that point to the optimizer. In a custom training loop, `efficient_ft.MethodSession` makes these calls for one or more
+Create the optimizer after ``apply`` and before the first ``step_begin``, with all parameters that require gradients. In
+a custom training loop, `efficient_ft.MethodSession` calls `step_begin`, `total_loss` and `step_end` of one or more
 methods. The package `efficient_ft.integrations` provides callbacks for Lightning and for the Hugging Face `Trainer`.
 
 Image classifiers map images (B, C, H, W) to logits (B, classes). Segmentation models return logits (B, classes, H, W).
-Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Image sizes are in
+Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Image sizes are given in
 pixels.
 """
 
@@ -40,28 +40,28 @@ from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, state_classifier, view
 
-#: Name of this package's distribution.
+#: Name of the distribution (pip package) that contains this package.
 OURS = "efficient-ft"
 
 
 @dataclass(frozen=True)
 class Applied:
-    """Report that `Method.apply` returns. It is the only record of the changes that the method made.
+    """Report that `Method.apply` returns. The report is the only record of the changes that the method made.
 
     Attributes:
         method: name of the method.
         touched: full names of the modules or parameters that the method changes or trains, without duplicates.
-        skipped: parts that the method did not change although a user may expect a change. The keys are full names. The
-            values contain a `Reason` for code and a text for users.
+        skipped: parts of the model that the method did not change, although a user may expect a change. The keys are
+            the full names of the skipped parts. Each value contains a `Reason` and a text for the user.
         notes: additional sentences for the user.
-        none_needed: reason why no layer requires a change (for example, at full rank, plain layers are exact and
-            cheaper). If both this reason and `touched` are empty, `Method.apply` raises an error.
-        modules: full names of the modules that the method added. `ModelView` excludes these modules.
-        routed: full names of the modules to which the method routes individual tokens. The input of such a module may
-            mix tokens from several images.
-        summary: phrase for ``print(report)``, such as "blocks 9–11, norm and head train". If it is empty,
-            ``print(report)`` shows the number and location of the touched parts, the reasons for the skipped parts, and
-            the notes.
+        none_needed: reason why no layer has to be changed. For example, at full rank, plain layers are exact and
+            cheaper. If `none_needed` and `touched` are both empty, `Method.apply` raises an error.
+        modules: full names of the modules that the method added. `ModelView` excludes added modules.
+        routed: full names of the modules to which the method routes individual tokens. The input of a routed module may
+            contain tokens from several images.
+        summary: phrase that ``print(report)`` shows, for example "blocks 9–11, norm and head train". If the phrase is
+            empty, ``print(report)`` shows the number and location of the touched parts, the reasons for the skipped
+            parts, and the notes.
     """
 
     method: str
@@ -74,11 +74,11 @@ class Applied:
     summary: str = ""
 
     def __str__(self) -> str:
-        """Return a one-line summary of the changes and of the skipped parts, with the reasons."""
+        """Return a one-line summary of the changes, the skipped parts, and the reasons why the parts were skipped."""
         if self.summary:
             return f"{self.method}: {self.summary}"
         if not self.touched:
-            return f"{self.method}: nothing is changed ({self.none_needed})"
+            return f"{self.method}: the model is not changed ({self.none_needed})"
         done = f"{count(len(self.touched), 'part')} changed ({within(self.touched)})"
         return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
 
@@ -93,16 +93,16 @@ class Method(ABC):
     """Base class of all methods. A method is an object that modifies a model in place and can be removed.
 
     A subclass declares `name` and `axis`, implements `_apply` and `_remove`, and overrides the step and state methods
-    that it requires. The arguments of its constructor are its settings. The default of each setting is the value in the
-    paper. The constructor checks each setting and stores it in an attribute of the same name. If a setting is invalid,
-    the constructor raises `SettingError` with the name of the argument. The decorator `efficient_ft.methods.register`
-    registers the class under its `name`.
+    that it requires. The arguments of the constructor are the settings of the method. The constructor checks each
+    setting and stores it in an attribute of the same name. If a setting is invalid, the constructor raises
+    `SettingError` with the name of the argument. The decorator `efficient_ft.methods.register` registers the class
+    under its `name`.
 
-    The attributes below are declarations that apply to all values of the settings. A constructor may narrow a
-    declaration for some values: for example, BSR without token dropping is not on the token axis.
+    The attributes below are declarations that apply to all values of the settings. A constructor may restrict a
+    declaration for some settings. For example, BSR without token dropping does not belong to the token axis.
 
     Attributes:
-        name: name of the method on the command line and in reports. It consists of lower-case letters, digits and
+        name: name of the method on the command line and in reports. The name consists of lower-case letters, digits and
             underscores.
         axis: part of a training step that the method controls. The axis also determines the order in which methods are
             applied.
@@ -111,24 +111,24 @@ class Method(ABC):
         adds: additions to the model or to the training step (`Adds`).
         needs: requirements on the model or the training loop (`Needs`).
         conflicts: mapping whose keys are axes (`Axis`), additions (`Adds`) or names of methods. This method cannot be
-            stacked with methods that match a key. Each value is the reason.
+            combined with methods that match a key. Each value states the reason for the conflict.
         hints: mapping from a value of `Needs` to a sentence that is added to the error message if the model does not
-            meet this need.
-        warmup_steps: number of remaining optimizer steps until the cost of a step is constant (for example, the
-            remaining steps of a profile).
+            meet this requirement.
+        warmup_steps: number of optimizer steps that remain until the cost of a step is constant (for example, until a
+            profile ends).
         cost_steps: number of steps over which the cost is averaged, for methods whose cost differs between steps.
         merges: True if `_remove` merges the method's changes into the model's own weights, or if the method does not
             change these weights. If False, exported weights contain the method's modules, and the method must be
             applied before these weights are loaded.
         changes_weights: True if `_remove` may change the model's own weights (for example, by merging an adapter). If
             False, the weights are not copied when the model is exported.
-        libraries: names of modules that are imported only if the method is applied or runs a step on a CPU. Predictions
-            of process memory include the memory of these modules.
-        acts_per_step: True if the method requires `step_begin` and `step_end`. If a training loop does not call these
-            methods, a warning is issued at its second backward pass. Overrides of the two methods must call
-            ``super()``.
-        candidates: settings that ``efficient-ft plan`` examines. If empty, ``efficient-ft plan`` examines the method
-            only if the user names it.
+        libraries: names of Python modules that are imported only if the method is applied or runs a step on a CPU.
+            Predictions of process memory include the memory of these Python modules.
+        acts_per_step: True if the training loop must call `step_begin` and `step_end`. If the training loop does not
+            make these calls, a warning is issued at the second backward pass. Overrides of `step_begin` and `step_end`
+            must call ``super()``.
+        candidates: settings that ``efficient-ft plan`` examines. If the tuple is empty, ``efficient-ft plan`` examines
+            the method only if the user names the method.
     """
 
     name: ClassVar[str]
@@ -145,19 +145,19 @@ class Method(ABC):
     libraries: tuple[str, ...] = ()
     acts_per_step: bool = False
     candidates: ClassVar[tuple[PlanCandidate, ...]] = ()
-    #: Name of the distribution (pip package) that registered the class. It is empty for unregistered classes.
+    #: Name of the distribution (pip package) that registered the class. The name is empty for unregistered classes.
     distribution: ClassVar[str] = ""
 
     _applied: Applied | None = None
     _watch: StepWatch | None = None
 
-    # ------------------------------------------------------------------ to be implemented by a method
+    # ------------------------------------------------------------------ methods that a subclass must implement
     @abstractmethod
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         """Modify `model` in place and return the report.
 
-        `apply` calls this method once, after it has checked conflicts and needs. First select all parts, and modify the
-        model last, so that the model is unchanged if an error is raised.
+        `apply` calls this method once, after it has checked conflicts and needs. An implementation must select all
+        parts before it modifies the model, so that the model is unchanged if an error is raised.
 
         Args:
             model: plain model, neither compiled nor wrapped. Parameters may be on any device and have any dtype.
@@ -176,22 +176,22 @@ class Method(ABC):
 
     @abstractmethod
     def _remove(self, model: nn.Module) -> None:
-        """Undo `_apply` on `model`. Trained values are kept.
+        """Undo the changes that `_apply` made to `model`, but keep the trained values.
 
         `model` may be a deep copy of the model that `_apply` modified, because exports remove methods from a copy while
-        training continues. An implementation must therefore not change `self`. It must find parts of the model by name,
-        or through state that `_apply` stored on the modules, but not through references to modules. If `_apply` never
-        changes the model, the body is empty.
+        training continues. An implementation must therefore not change `self`. An implementation must find the parts of
+        the model by name or by the state that `_apply` stored on the modules, because references to modules are not
+        valid in a copy. If `_apply` never changes the model, the body of this method is empty.
         """
 
-    # ------------------------------------------------------------------ called by a training loop
+    # ------------------------------------------------------------------ methods that a training loop calls
     def step_begin(self, step: int) -> None:
         """Prepare an optimizer step. Call this method before the first forward pass of the step.
 
         Args:
             step: number of the optimizer step, counted from 0. The number must be the same for all micro-batches of the
-                step and on all processes. Random choices must be derived from (seed, step), so that all processes and
-                resumed runs make the same choices.
+                step and on all processes. Random choices must depend only on the seed and `step`, so that all processes
+                and resumed runs make the same choices.
         """
         if self._watch is not None:
             self._watch.begin()
@@ -207,7 +207,7 @@ class Method(ABC):
             self._watch.end()
 
     def total_loss(self, loss: Tensor) -> Tensor:
-        """Return `loss` plus the loss that the method adds, with shape ().
+        """Return the sum of `loss` and the loss that the method adds, as a tensor of shape ().
 
         Call this method exactly once after each forward pass in training.
 
@@ -224,13 +224,14 @@ class Method(ABC):
         return ()
 
     def step_stats(self) -> dict[str, Any]:
-        """Return the choices made for the current step (budgets, blocks) as lists, dictionaries and numbers."""
+        """Return the choices that the method made for the current step, as lists, dictionaries and numbers."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that is required to resume training, as tensors, numbers, strings, lists and dictionaries.
 
-        The state does not contain the settings or the model's parameters. It is empty for a method without state.
+        The state does not contain the settings or the model's parameters. A method without state returns an empty
+        dictionary.
         """
         return {}
 
@@ -240,12 +241,12 @@ class Method(ABC):
         The state must belong to a method with the same settings on a model with the same architecture.
         """
 
-    # ------------------------------------------------------------------ called by users
+    # ------------------------------------------------------------------ methods that users call
     def apply(self, model: nn.Module, classifier: str | Iterable[str] = ()) -> Applied:
         """Apply the method to `model` in place.
 
         Call this method after the weights are loaded and before the optimizer is created. The model object, its device,
-        its weights and its outputs in evaluation are unchanged, except for changes that the docstring of the method
+        its weights and its outputs in evaluation do not change, except for changes that the docstring of the method
         describes. A second call has no effect and returns the same report.
 
         Args:
@@ -256,13 +257,14 @@ class Method(ABC):
                 pretrained network, parts outside of this network are treated as new and are always trained.
 
         Returns:
-            The report of touched and skipped parts.
+            The report, which lists the touched parts and the skipped parts.
 
         Raises:
-            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), if it does not meet a need, or if
-                it has no part that the method can change. Also raised if the method cannot be stacked with a method
-                that was applied before, or if this object is already applied to a different model. The model is then
-                unchanged, except if a method from another package has returned an invalid report.
+            UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), if the model does not meet a
+                requirement of the method, or if the method cannot change any part of the model. Also raised if the
+                method cannot be combined with a method that was applied before, or if this object is already applied to
+                a different model. An error leaves the model unchanged, unless a method from another package has
+                returned an invalid report.
             SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
                 `classifier` does not name a module of `model`.
         """
@@ -283,9 +285,9 @@ class Method(ABC):
         if not applied.touched and not applied.none_needed:
             reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
-                f"method {self.name}: no part of {type(model).__name__} can be changed"
+                f"method {self.name}: no part of the model {type(model).__name__} can be changed"
                 + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
-                + " Choose another method; method=full trains all parameters."
+                + " Choose another method. For example, method=full trains all parameters."
             )
         self._applied = applied
         note_applied(model, self)
@@ -316,17 +318,17 @@ class Method(ABC):
         return ORDER_OF_APPLICATION.index(self.axis), self.name
 
     def remove(self, model: nn.Module) -> None:
-        """Restore the modules, names and `requires_grad` of `model`. Trained values are kept.
+        """Restore the modules, names and `requires_grad` of `model`, but keep the trained values.
 
         The method itself returns to its initial state, so that it can be applied to a new model. Subclasses must undo
-        their changes in `_remove`, because attributes set by `_apply` are deleted.
+        their changes in `_remove`, because this function deletes the attributes that `_apply` has set.
 
         Args:
-            model: model to which the method was applied. If several methods were applied, remove them in the reverse
-                order of application.
+            model: model to which the method was applied. If several methods were applied, remove the methods in the
+                reverse order of application.
 
         Raises:
-            UserError: If a method that was applied on top of this method is still applied.
+            UserError: If another method that must be removed before this method is still applied.
         """
         check_removal(self, model)
         fresh = vars(type(self)(**self.settings()))
@@ -348,7 +350,7 @@ class Method(ABC):
 
     @property
     def find_unused_parameters(self) -> bool:
-        """True if some trainable parameters receive no gradient in some steps (see ``DistributedDataParallel``)."""
+        """Return True if some trainable parameters have no gradient in some steps (see ``DistributedDataParallel``)."""
         return Needs.FIND_UNUSED_PARAMETERS in self.needs
 
     def settings(self) -> dict[str, Any]:
@@ -364,13 +366,13 @@ class Method(ABC):
 
     @property
     def state_key(self) -> str:
-        """Name and settings as the key of the method's state in a checkpoint and of its mark on a model."""
+        """Key of the method in checkpoints and in marks on models. The key consists of the name and the settings."""
         return f"{self.name}{sorted(self.settings().items())}"
 
 
 # ---------------------------------------------------------------------------------------------- several methods
 def in_order(methods: Method | Iterable[Method]) -> list[Method]:
-    """Sort methods by their order of application, which is determined by their axes.
+    """Return the methods sorted by their order of application, which depends on their axes.
 
     Args:
         methods: one method or several methods, in any order.
@@ -397,11 +399,11 @@ def apply_methods(
         classifier: see `Method.apply`.
 
     Returns:
-        The reports in the order of application. If a later method freezes parameters that a selection trains, the
-        report of the selection states this.
+        The reports in the order of application. If a later method freezes parameters that a selection method trains,
+        the report of the selection method states the number of these parameters.
 
     Raises:
-        UserError: If two methods cannot be stacked. The model is then unchanged. See also `Method.apply`.
+        UserError: If two methods cannot be combined. In this case, the model is unchanged. See also `Method.apply`.
         SettingError: If `methods` contains an object that is not a method. See also `Method.apply`.
     """
     ordered = in_order(methods)
@@ -414,11 +416,11 @@ def apply_methods(
 
 
 def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Add a note to the report if the method freezes parameters and the head of the model was inferred."""
+    """Return the report, with a note if the method freezes parameters and the head of the model was inferred."""
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
         return report
-    note = f"{view.head_note} (name the classifier by classifier=)"
+    note = f"{view.head_note} (to use another classifier, pass its name as the argument classifier)"
     return replace(report, summary=f"{report.summary}; {note}" if report.summary else "", notes=(*report.notes, note))
 
 
@@ -427,8 +429,8 @@ def _update_reports(
 ) -> None:
     """Replace the phrase `claim` in earlier reports after `method` has changed the trainable parameters.
 
-    `claim` is the phrase that states the number of trainable parameters before the change. `trained_before` maps the
-    ids of these parameters to their sizes.
+    `claim` is the phrase that states the number of trainable parameters before the change. `trained_before` maps the id
+    of each of these parameters to its number of elements.
     """
     frozen = sum(trained_before.get(id(p), 0) for p in model.parameters() if not p.requires_grad)
     new = f", except {format_number(frozen)} parameters that {method.name} freezes" if frozen else f": {trained(model)}"
@@ -441,7 +443,7 @@ def _update_reports(
 def plain_state_dict(
     model: nn.Module, methods: Sequence[Method], *, copy_weights: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return all weights under the pretrained model's own names, on the CPU and with merged adapters.
+    """Return all weights on the CPU, with merged adapters and with the names of the pretrained model.
 
     `model` is not changed. Modules that were added by methods with ``merges = False`` cannot be merged and keep their
     names.
@@ -449,8 +451,8 @@ def plain_state_dict(
     Args:
         model: model to which the methods were applied.
         methods: methods that were applied to `model`.
-        copy_weights: if False, the returned tensors share memory with `model`, provided that they are on the CPU and
-            that no method changes weights when it is removed. Such tensors must be used before the next training step.
+        copy_weights: if False, weights on the CPU are not copied, unless a method changes weights when it is removed.
+            Tensors that are not copied share memory with `model` and must be used before the next training step.
     """
     merged = [method for method in reversed(in_order(methods)) if method.merges]
     share = not copy_weights and not any(method.changes_weights for method in merged)
@@ -482,9 +484,9 @@ def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
 
 
 def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
-    """Return a phrase that states why the report returned by `_apply` is invalid, or None if it is valid."""
+    """Return a phrase that states why the report returned by `_apply` is invalid, or None if the report is valid."""
     if not isinstance(report, Applied):
-        return f"must return an Applied, got {report!r}"
+        return f"must return an Applied object, got {report!r}"
     if report.method != name:
         return f"must report the method's own name, got {report.method!r}"
     modules = {n for n, _ in model.named_modules(remove_duplicate=False)}
@@ -492,5 +494,5 @@ def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:
     for attribute, known in (("touched", modules | parameters), ("modules", modules), ("routed", modules)):
         unknown = [n for n in getattr(report, attribute) or () if n not in known]
         if unknown:
-            return f"must list only names of the model in Applied.{attribute}, got {unknown[0]!r}"
+            return f"must list only parts of the model in Applied.{attribute}, got {unknown[0]!r}"
     return None

@@ -1,4 +1,4 @@
-"""Create method objects from a validated configuration. All runs create their methods in this module.
+"""Create method objects from a validated configuration. The methods of all runs are created in this module.
 
 `efficient_ft.methods` does not import this module, so that the library does not require pydantic.
 """
@@ -25,18 +25,18 @@ from efficient_ft.models.tasks import Tasks
 
 
 def build_methods(config: Config) -> list[Method]:
-    """Return the methods of a run, including the selection, in their order of application.
+    """Return the methods of a run, including the selection method, in their order of application.
 
-    A selection named by the user replaces the default selections (`select`) of the other methods. If no selection is
-    named and no default selection is set, `requires_grad` does not change.
+    A selection method that the user names replaces the default selections (`select`) of the other methods. If no
+    selection method is named and no default selection is set, `requires_grad` does not change.
 
     Raises:
         SettingError: If a method or setting is unknown, or if a constructor rejects a value.
-        UserError: If methods cannot be stacked, if default selections differ, or if the names in a YAML file of another
-            package differ from the arguments of the constructor.
+        UserError: If methods cannot be combined, if their default selections differ, or if the keys in a YAML file of
+            another package differ from the arguments of the constructor.
     """
     if config.tasks:
-        Tasks(config.tasks)  # checks the task names, which become parts of parameter names
+        Tasks(config.tasks)  # This call checks the task names, which become parts of parameter names.
     for name in config.method:
         if name not in METHODS:
             raise SettingError("method", name, sorted(METHODS))
@@ -64,7 +64,7 @@ def build_methods(config: Config) -> list[Method]:
 
 
 def baseline_methods(config: Config) -> list[Method] | None:
-    """Return the selection named by ``cost.baseline``, or None if costs are not compared."""
+    """Return a list with the selection method that ``cost.baseline`` names, or None if costs are not compared."""
     if config.cost.baseline == "none":
         return None
     name = _selection_named("cost.baseline", config.cost.baseline, ("all", "none"))
@@ -72,7 +72,7 @@ def baseline_methods(config: Config) -> list[Method] | None:
 
 
 def _check_files(chosen: Container[str]) -> None:
-    """Raise UserError unless the keys of each YAML file of another package are the arguments of the constructor.
+    """Raise UserError if the keys of a YAML file of another package differ from the arguments of the constructor.
 
     `chosen` contains the names of the methods and variants whose files are checked.
     """
@@ -84,16 +84,16 @@ def _check_files(chosen: Container[str]) -> None:
         # The key `defaults` belongs to Hydra, and the key `select` names the default selection.
         extra = given - arguments - {"defaults"} - ({"select"} if METHODS[name].axis != Axis.SELECTION else set())
         missing = set() if "defaults" in given else arguments - given
-        for names, fault in ((extra, "has"), (missing, "lacks")):
+        for names, fault in ((extra, "has unknown keys"), (missing, "lacks keys")):
             if names:
                 raise UserError(
-                    f"Package {package}: {file} {fault} {', '.join(sorted(names))}. It must have the arguments of the"
-                    f" constructor of method {name}: {', '.join(sorted(arguments)) or 'none'}."
+                    f"Package {package}: the file {file} {fault}: {', '.join(sorted(names))}. The keys must be the"
+                    f" arguments of the constructor of method {name}: {', '.join(sorted(arguments)) or 'none'}."
                 )
 
 
 def _default_selection(selects: Mapping[str, Any]) -> str | None:
-    """Return the name of the default selection, or None if there is none. Ignore the values null and ``keep``."""
+    """Return the default selection, or None if no default is set. The values null and ``keep`` are ignored."""
     wanted: dict[str, str] = {}
     for recipe, select in selects.items():
         if select in (None, "keep"):
@@ -102,18 +102,18 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
     if len(set(wanted.values())) > 1:
         each = ", ".join(f"method.{recipe}.select={selects[recipe]}" for recipe in wanted)
         raise UserError(
-            f"method: {each} select different parameters. Name a selection in the list, e.g."
-            f" 'method=[{','.join([*selects, 'last_stage'])}]', or set them equal."
+            f"method: {each} select different parameters. Add a selection method to the list,"
+            f" e.g. 'method=[{','.join([*selects, 'last_stage'])}]', or use the same value for these settings."
         )
     return next(iter(wanted.values()), None)
 
 
 def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
-    """Return the name of the selection for the value `select`.
+    """Return the name of the selection method that the value `select` refers to.
 
-    The error message lists `others` as further allowed values.
+    The error message lists `others` as additional allowed values.
     """
-    # A selection that has a setting without a default (blocks) cannot be specified by its name alone.
+    # A selection method with a required setting (for example, `blocks`) cannot be specified by its name alone.
     names = sorted(
         name
         for name, method in METHODS.items()
@@ -122,7 +122,7 @@ def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", 
     name = "full" if select == "all" else select
     if name not in names:
         allowed = [*others, *(n for n in names if n != "full" or "keep" not in others)]
-        hint = "Put a selection that has settings into the list: 'method=[...]'."
+        hint = "Add a selection method that has settings to the list of methods: 'method=[...]'."
         raise SettingError(setting, select, allowed, hint)
     return name
 
@@ -148,9 +148,9 @@ def _build(method: type, name: str, settings: dict[str, Any]) -> Method:
         error.args = (f"method.{name}.{error}",)
         raise
     unstored = [argument for argument in fields if not hasattr(made, argument)]
-    if unstored:  # the registry checks a constructor only if all its settings have defaults
+    if unstored:  # The registry checks only constructors whose settings all have defaults.
         raise UserError(
-            f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store its setting"
+            f"Package {METHODS.distribution(name)}: the constructor of method {name} does not store the setting"
             f" {unstored[0]} in an attribute of the same name."
         )
     return made

@@ -32,7 +32,7 @@ def check_integer(setting: str, value: Any, least: int = 1) -> None:
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
     """Check that `value` is a finite number for which `is_allowed` returns True.
 
-    The error message contains `allowed`.
+    The error message states the constraint `allowed`.
     """
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
@@ -40,19 +40,19 @@ def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[f
 
 
 def check_sparsity(sparsity: Any) -> None:
-    """Check the setting `sparsity`, which is the fraction of the values that are dropped."""
+    """Check the setting `sparsity`, which is the fraction of the values that is dropped."""
     check_number("sparsity", sparsity, "a number >= 0 and < 1", lambda share: 0 <= share < 1)
 
 
 def check_keep_rate(keep_rate: Any) -> None:
-    """Check the setting `keep_rate`, which is the fraction of the tokens that are kept."""
+    """Check the setting `keep_rate`, which is the fraction of the tokens that is kept."""
     check_number("keep_rate", keep_rate, "a number > 0 and <= 1", lambda share: 0 < share <= 1)
 
 
 def check_indices(setting: str, blocks: Any, example: str = "[3,7,11]", do: str | None = None) -> None:
     """Raise SettingError unless `blocks` is a list of at least one integer.
 
-    The message shows `example` as a valid value. If the list is empty, the message ends with the sentence `do`.
+    The error message shows `example` as a valid value. If the list is empty, the error message ends with `do`.
     """
     if not isinstance(blocks, Sequence) or isinstance(blocks, str) or not all(type(b) is int for b in blocks):
         raise SettingError(setting, blocks, f"a list of integers, e.g. {example}")
@@ -73,8 +73,8 @@ def blocks_at(
     """Return the names of the blocks with the given indices, without duplicates and in the order of the model.
 
     Args:
-        view: view of a model with blocks. Before calling this function, check that the method supports at least one
-            block. Otherwise, no index is valid.
+        view: view of the model, which must have blocks. The caller must check that the method supports at least one
+            block, because otherwise no index is valid.
         setting: full name of the setting, ``method.<name>.<setting>``.
         indices: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
         last: if False, the last block is rejected.
@@ -90,8 +90,8 @@ def blocks_at(
             allowed, do = f"indices from {-count} to {count - 1}", f"{view.name} has {count} blocks."
         else:
             allowed = f"indices from 0 to {count - 2}"
-            do = f"{view.name} has {count} blocks. In the last block, the method has no effect."
+            do = f"{view.name} has {count} blocks. The method has no effect in the last block."
         raise SettingError(setting, list(indices), allowed, do)
     if once and len(set(places)) < len(places):
-        raise SettingError(setting, list(indices), "a list with each block once")
+        raise SettingError(setting, list(indices), "a list that contains each block only once")
     return tuple(view.blocks[place] for place in sorted(set(places)))

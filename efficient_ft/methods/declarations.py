@@ -20,7 +20,7 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """Phrase that states in messages what methods on this axis do."""
+        """Phrase for messages that describes the effect of methods on this axis."""
         return _DOES[self]
 
 
@@ -33,12 +33,13 @@ _DOES = {
     Axis.PATCHES: "select the patches that enter the blocks",
 }
 
-#: Order in which methods are applied, by axis. Selections set `requires_grad`, and adapters then freeze the adapted
-#: layers. Low-rank methods change the base layers of the adapters. Memory methods pack the tensors that are still
-#: saved. Token methods replace the forward passes of entire blocks, and patch methods drop patches before the first
-#: block.
+#: Order in which methods are applied, by axis. Selection methods set `requires_grad`. Adapters then freeze the layers
+#: that they adapt. Low-rank methods change the base layers of the adapters. Memory methods pack the tensors that are
+#: still saved for the backward pass. Token methods replace the forward passes of entire blocks, and patch methods drop
+#: patches before the first block.
 ORDER_OF_APPLICATION = tuple(Axis)
-#: For each axis, the axes that must be applied after it. All other pairs of axes may be applied in any order.
+#: Mapping from an axis to the axes whose methods must be applied later. Methods on other axes may be applied in any
+#: order.
 MUST_COME_BEFORE: dict[Axis, frozenset[Axis]] = {
     Axis.SELECTION: frozenset({Axis.ADAPTERS}),
     Axis.ADAPTERS: frozenset({Axis.BACKPROP}),
@@ -59,13 +60,13 @@ class Adds(StrEnum):
 class Needs(StrEnum):
     """Requirement that a method has on the model or on the training loop.
 
-    Before it changes the model, `Method.apply` checks the requirements on the model in the order of this enumeration.
+    `Method.apply` checks the requirements on the model in the order of this enumeration before the model is changed.
     """
 
     BLOCKS = "blocks"  # transformer blocks or stages that `ModelView` recognizes
     CLASSIFIER = "classifier"  # a classifier that can be trained
     CLASS_TOKEN = "class_token"  # a class token whose attention ranks the patch tokens
-    TOKEN_GRID = "token_grid"  # a token grid with more than one position, the same for all blocks
+    TOKEN_GRID = "token_grid"  # a token grid that has more than one position and is the same for all blocks
     FIND_UNUSED_PARAMETERS = "find_unused_parameters"  # DistributedDataParallel with find_unused_parameters=True
     GRADIENTS_AT_STEP_END = "gradients_at_step_end"  # gradients that still exist in `step_end`
 
@@ -76,11 +77,11 @@ class Exactness(IntEnum):
     ``efficient-ft plan`` prefers the lowest value.
     """
 
-    EXACT = 0  # equal up to rounding
-    NEAR = 1  # all parameters are trained; cosine with the exact gradient >= 0.98, or 8-bit moments
-    APPROXIMATE = 2  # all parameters are trained, with a coarser gradient or optimizer
+    EXACT = 0  # the updates are equal up to rounding
+    NEAR = 1  # all parameters are trained; the cosine with the exact gradient is >= 0.98, or the moments have 8 bits
+    APPROXIMATE = 2  # all parameters are trained, with a less accurate gradient or optimizer
     PART = 3  # only a part of the network or only added modules are trained
-    UNKNOWN = 4  # neither declared nor measured
+    UNKNOWN = 4  # the exactness is neither declared nor measured
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,9 @@ class PlanCandidate:
 
     Attributes:
         settings: settings that differ from the method's defaults.
-        exactness: closeness of the updates to those of plain full fine-tuning. Unless the value is `Exactness.EXACT`,
+        exactness: closeness of the updates to those of plain full fine-tuning. For all values except `Exactness.EXACT`,
             ``efficient-ft plan`` also measures the cosine with the exact gradient if weights and images are available.
-        evidence: test or measurement that demonstrates the exactness. Required for `Exactness.EXACT`.
+        evidence: test or measurement that demonstrates the exactness. Evidence is required for `Exactness.EXACT`.
         time_factor: ratio of the step time to the time of a step that has the same FLOPs but does not use the method.
     """
 

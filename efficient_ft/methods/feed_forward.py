@@ -1,9 +1,9 @@
-"""Process the batch in parts in frozen feed-forward networks to reduce the peak memory.
+"""Forward pass of frozen feed-forward networks that processes the batch in parts to reduce the peak memory.
 
 The feed-forward network of a block widens its input by a factor of four, and its activation function creates a second
-tensor of the same size. Below the lowest trainable parameter, these temporary tensors are not saved, but they can still
-dominate the peak memory of a step that trains few parameters. If the batch is split into parts that fit into the
-processor's cache, less memory is used without a loss of speed.
+tensor of the same size. The two tensors are not saved below the lowest trainable parameter, but they can still dominate
+the peak memory of a step that trains few parameters. If the batch is split into parts that fit into the processor's
+cache, less memory is used without a loss of speed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _KINDS = (mlp.Mlp, mlp.GluMlp, mlp.SwiGLU, mlp.ConvMlp, mlp.GlobalResponseNormMl
 
 
 class FrozenFeedForward(OwnForward):
-    """Forward pass of a feed-forward network that splits the batch if no gradient is computed in the network."""
+    """Forward pass of a feed-forward network. The batch is split if no gradient is computed in the network."""
 
     same_values = True
 
@@ -43,7 +43,7 @@ class FrozenFeedForward(OwnForward):
         if any(_mixes(module) for module in self.module.modules()):
             return 1
         layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-        if not layers:  # another method has replaced all layers
+        if not layers:  # Another method has replaced all layers.
             return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
         widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * x.element_size()

@@ -1,9 +1,9 @@
-"""Replace the forward passes of individual module objects.
+"""Replacements for the forward passes of individual module instances.
 
 Several methods can replace the forward pass of the same module. A replacement is stored in the attribute `forward` of
 the module. The rest of the model is unchanged, so that the model can still be copied, pickled, saved and restored.
-Replacements are nested: each replacement calls the next inner one. The innermost replacement calls the forward pass of
-the module's class, or a forward pass that another library has assigned to the module object.
+Replacements are nested: each replacement calls the next inner replacement. The innermost replacement calls the forward
+pass of the module's class, or a forward pass that another library has assigned to the module instance.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from efficient_ft.core.errors import UserError
 
 
 class OwnForward:
-    """Base class of callables that replace the `forward` of a module object.
+    """Base class of callables that replace the `forward` method of a module instance.
 
     A subclass implements ``__call__``, which takes the arguments of the module and calls `within` to run the module.
 
@@ -77,7 +77,7 @@ def forwards_of(module: nn.Module) -> list[OwnForward]:
 
 
 def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the forward pass that another library has assigned to the module object, or None."""
+    """Return the forward pass that another library has assigned to the module instance, or None if none is assigned."""
     replacements = forwards_of(module)
     found: Callable[..., Any] | None = replacements[-1].inner if replacements else vars(module).get("forward")
     return found
@@ -100,7 +100,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
 
 
 def take_away(model: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:
-    """From `model` and all its submodules, remove the replacements of type `kind` for which `of` returns True.
+    """Remove the replacements of type `kind` for which `of` returns True from `model` and all its submodules.
 
     The order of the other replacements is preserved.
     """

@@ -1,9 +1,9 @@
-"""Fused operation for GELU, or for BatchNorm followed by GELU, for training on a CPU.
+"""Fused operations for training on a CPU: GELU, and BatchNorm followed by GELU.
 
-The fused operation makes one pass over the tensor in the forward pass and one pass in the backward pass. In a network
-with low-rank layers, matrix products are small, and the operations between them take a similar amount of time. Separate
-BatchNorm and GELU operations require four passes over the widest tensors of the network, and torch's GELU is
-compute-bound on a CPU.
+A fused operation makes one pass over the tensor in the forward pass and one pass in the backward pass. In a network
+with low-rank layers, matrix products are small. The operations between the matrix products take a similar amount of
+time. Separate BatchNorm and GELU operations require four passes over the widest tensors of the network, and torch's
+GELU is compute-bound on a CPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class FusedNormGelu(OwnForward):
 
 
 def _fits(module: nn.Module, x: Tensor) -> bool:
-    """Return True if the fused operation supports `x`: in training on a CPU in fp32, if no function mode is active."""
+    """Return True if a fused operation can process `x`: in training on a CPU, in fp32, and without function modes."""
     return (
         module.training
         and x.device.type == "cpu"
@@ -75,12 +75,12 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
-    """Use the fused operation for GELU, or for a frozen BatchNorm followed by GELU, where possible.
+    """Use the fused operations for GELU, and for a frozen BatchNorm followed by GELU, where possible.
 
     If `everywhere` is False, only models that contain feed-forward networks with BatchNorm before GELU are changed.
 
     Returns:
-        Names of the GELU layers that use the fused operation.
+        Names of the GELU layers that use a fused operation.
     """
     names: list[str] = []
     if not everywhere and not any(type(module) is ConvMlpWithNorm for module in model.modules()):

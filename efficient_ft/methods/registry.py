@@ -1,13 +1,13 @@
 """Registry that maps names to the method classes of this package and of other packages.
 
-A method registers itself with the decorator `register`. The registry imports all modules in the subpackages of
-`efficient_ft.methods` (`adapters`, `backprop`, ...). It finds methods of other packages through entry points::
+The registry imports all modules in the subpackages of `efficient_ft.methods` (`adapters`, `backprop`, ...). The
+registry finds methods of other packages through entry points::
 
     [project.entry-points."efficient_ft.methods"]
     every_nth = "every_nth_method.method:EveryNth"
 
 All methods are imported once, when the registry is first read. An error is raised if a class breaks the contract of
-`Method` or uses the name of another method. The message names the distribution that contains the class.
+`Method` or uses the name of another method. The error message names the distribution that contains the class.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from efficient_ft.methods.declarations import Adds, Axis, Exactness, Needs, Plan
 
 _PACKAGE = "efficient_ft.methods"
 _Class = TypeVar("_Class", bound=type[Method])
-#: Names of the methods of `Method` that are called with positional arguments only.
+#: Methods of the class `Method` that are called with positional arguments only.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
-#: Registered classes and their distributions. The keys are the names of the methods.
+#: Mapping from method names to the registered classes and their distributions.
 _registered: dict[str, tuple[type[Method], str]] = {}
 #: Names of methods from other packages whose constructors have not been checked yet.
 _untried: set[str] = set()
 
 
 class Registry(Mapping[str, type[Method]]):
-    """Read-only mapping from method names, in sorted order, to method classes.
+    """Read-only mapping from method names to method classes. The names are sorted.
 
     The first access loads the methods of all packages.
 
@@ -55,7 +55,7 @@ class Registry(Mapping[str, type[Method]]):
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
-        for name in sorted(_untried):  # checked here, because the modules are not complete when `register` runs
+        for name in sorted(_untried):  # Constructors are checked here, when all modules are complete.
             method, distribution = _registered[name]
             _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
@@ -75,7 +75,7 @@ class Registry(Mapping[str, type[Method]]):
         return self._all()[name][1]
 
 
-#: Mapping from names to all method classes.
+#: Mapping from the names of all methods to their classes.
 METHODS = Registry()
 
 
@@ -90,7 +90,7 @@ def register(method: _Class) -> _Class:
         The class itself.
 
     Raises:
-        UserError: If the class breaks the contract, or if another class has the same name.
+        UserError: If the class breaks the contract of `Method`, or if another class has the same name.
     """
     _add(method, OURS if method.__module__.startswith(f"{_PACKAGE}.") else method.__module__)
     return method
@@ -98,7 +98,7 @@ def register(method: _Class) -> _Class:
 
 @functools.cache
 def own_classes() -> dict[str, type[Method]]:
-    """Return a mapping from class names to the methods of this package.
+    """Return a mapping from class names to the method classes of this package.
 
     The first call imports all modules of the subpackages.
     """
@@ -114,11 +114,11 @@ def _load(entry: EntryPoint) -> None:
     distribution = entry.dist.name if entry.dist is not None else entry.value
     try:
         method = entry.load()
-    except UserError as error:  # raised by `register` in that package
+    except UserError as error:  # The decorator `register` in the other package raises this error.
         raise UserError(f"Package {distribution}: {error}") from error
     except Exception as error:
         raise UserError(
-            f"Package {distribution}: its method {entry.name} ({entry.value}) cannot be imported:"
+            f"Package {distribution}: the method {entry.name} ({entry.value}) cannot be imported:"
             f" {type(error).__name__}: {error}. Fix or uninstall the package."
         ) from error
     if isinstance(method, type) and getattr(method, "name", None) != entry.name:
@@ -127,7 +127,7 @@ def _load(entry: EntryPoint) -> None:
             f" {getattr(method, 'name', None)!r}. The two names must be the same."
         )
     known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # `register` has recorded its module name as the distribution
+    if known is not None and known[0] is method:  # `register` recorded the module name as the distribution
         del _registered[entry.name]
     _add(method, distribution)
 
@@ -138,7 +138,7 @@ def _add(method: Any, distribution: str) -> None:
     if known is not None and _where(known[0]) != _where(method):
         raise UserError(
             f"Package {distribution}: {_where(method)} has the name {method.name!r}, which is also the name of"
-            f" {_where(known[0])} ({known[1]}). Rename it, or uninstall one of the packages."
+            f" {_where(known[0])} ({known[1]}). Rename the class, or uninstall one of the packages."
         )
     _registered[method.name] = (method, distribution)
     method.distribution = distribution
@@ -161,22 +161,22 @@ def broken_contract(method: Any) -> str | None:
     The function checks the name, the declarations, the arguments of overridden methods, and the names of the settings.
     """
     if not (isinstance(method, type) and issubclass(method, Method)):
-        return "it is not a subclass of efficient_ft.methods.Method"
+        return "the object is not a subclass of efficient_ft.methods.Method"
     name = getattr(method, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
-        return f"`name` must be lower-case letters, digits and underscores, got {name!r}"
+        return f"`name` must consist of lower-case letters, digits and underscores, got {name!r}"
     if name in (*Axis, *Adds):
         return f"`name` must not be the name of an axis or an addition, got {name!r}"
     if inspect.isabstract(method):
-        return f"it does not implement {', '.join(f'`{m}`' for m in sorted(method.__abstractmethods__))}"
+        return f"the class does not implement {', '.join(f'`{m}`' for m in sorted(method.__abstractmethods__))}"
     for parameter in inspect.signature(method).parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-            return f"its constructor must name its settings, got {parameter}"
+            return f"the constructor must name each setting, got the parameter {parameter}"
     return _broken_declaration(method) or next(filter(None, (_broken_hook(method, hook) for hook in _HOOKS)), None)
 
 
 def _broken_declaration(declared: Any) -> str | None:
-    """Return a phrase about the first invalid declaration of a class or object, or None if all are valid."""
+    """Return a phrase about the first invalid declaration, or None if all declarations are valid."""
     for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
         value = getattr(declared, attribute, None)
         values = [value] if attribute == "axis" else value
@@ -190,42 +190,42 @@ def _broken_declaration(declared: Any) -> str | None:
     if broken := _broken_candidates(declared):
         return broken
     unknown = [key for key in declared.hints if key not in tuple(Needs)]
-    return f"`hints` must have values of Needs as keys, got {unknown[0]!r}" if unknown else None
+    return f"the keys of `hints` must be values of Needs, got {unknown[0]!r}" if unknown else None
 
 
 def _broken_candidates(declared: Any) -> str | None:
     candidates = getattr(declared, "candidates", ())
     if not isinstance(candidates, tuple | list) or not all(isinstance(one, PlanCandidate) for one in candidates):
-        return f"`candidates` must be a tuple of PlanCandidate, got {candidates!r}"
+        return f"`candidates` must be a tuple of PlanCandidate objects, got {candidates!r}"
     method = declared if isinstance(declared, type) else type(declared)
     settings = inspect.signature(method).parameters
     for one in candidates:
         if unknown := [name for name in one.settings if name not in settings]:
-            return f"`candidates` must name settings of the constructor, got {unknown[0]!r}"
+            return f"`candidates` must contain only settings of the constructor, got {unknown[0]!r}"
         if one.exactness is Exactness.EXACT and not one.evidence.strip():
-            return "`candidates` with Exactness.EXACT must name a test or measurement as evidence"
+            return "each entry of `candidates` with Exactness.EXACT must name a test or measurement as evidence"
         if not one.time_factor > 0:
-            return f"`candidates` must have a time_factor > 0, got {one.time_factor!r}"
+            return f"each entry of `candidates` must have a time_factor > 0, got {one.time_factor!r}"
     return None
 
 
 def _broken_hook(method: type[Method], hook: str) -> str | None:
-    """Return a phrase that lists the arguments that `hook` must accept, or None if it accepts these arguments."""
+    """Return a phrase that lists the arguments that `hook` must accept, or None if `hook` accepts these arguments."""
     own = getattr(method, hook)
     wanted = list(inspect.signature(getattr(Method, hook)).parameters)
     bound = isinstance(inspect.getattr_static(method, hook), staticmethod | classmethod)
     try:
         inspect.signature(own).bind(*(wanted[1:] if bound else wanted))
-    except TypeError:  # also raised for objects that are not callable
+    except TypeError:  # `signature` raises this error for objects that are not callable.
         got = inspect.signature(own) if callable(own) else repr(own)
         return f"`{hook}` must take ({', '.join(wanted)}), got {got}"
     return None
 
 
 def broken_settings(method: type[Method]) -> str | None:
-    """Return a phrase that states how the constructor of a class breaks the contract, or None.
+    """Return a phrase that states how a constructor breaks the contract, or None if the constructor is valid.
 
-    A constructor with settings that have no default is not checked.
+    If a setting has no default, the constructor is not checked.
     """
     parameters = inspect.signature(method).parameters.values()
     if any(p.default is p.empty for p in parameters):
@@ -233,22 +233,25 @@ def broken_settings(method: type[Method]) -> str | None:
     try:
         made = method()
     except Exception as error:
-        return f"its constructor fails with the defaults: {type(error).__name__}: {error}"
+        return f"the constructor fails with the default settings: {type(error).__name__}: {error}"
     unstored = next((p.name for p in parameters if not hasattr(made, p.name)), None)
     if unstored is not None:
-        return f"its constructor does not store the setting `{unstored}` in an attribute of the same name"
+        return f"the constructor does not store the setting `{unstored}` in an attribute of the same name"
     return _broken_declaration(made)
 
 
 def _misspelt_conflict(method: type[Method]) -> str | None:
-    """Return the error for a misspelled key of `conflicts`, or None. All methods must already be registered.
+    """Return a phrase about a misspelled key of `conflicts`, or None if no key is misspelled.
 
-    A key may name a method of a package that is not installed. Therefore, only unknown keys that differ from a known
-    name by about one letter (such as ``lorra``) are rejected.
+    All methods must be registered before the call. A key may name a method of a package that is not installed.
+    Therefore, only unknown keys that differ from a known name by about one letter (such as ``lorra``) are rejected.
     """
     known = [*Axis, *Adds, *_registered]
     for key in method.conflicts:
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if key not in known and near:
-            return f"`conflicts` must have axes, additions or names of methods as keys, got {key!r} (not '{near[0]}')"
+            return (
+                f"the keys of `conflicts` must be axes, additions or names of methods, got {key!r} (similar to"
+                f" '{near[0]}')"
+            )
     return None

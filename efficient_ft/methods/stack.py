@@ -1,4 +1,4 @@
-"""Check the declarations of methods: methods must be compatible with each other and with the model."""
+"""Functions that check whether methods are compatible with each other and with a model."""
 
 from __future__ import annotations
 
@@ -54,28 +54,31 @@ _applied: WeakKeyDictionary[nn.Module, WeakSet[_Method]] = WeakKeyDictionary()
 
 
 def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> None:
-    """Check that methods can be applied together, and to a model that already has other methods.
+    """Check that methods can be combined with each other and with the methods that are already applied to `model`.
 
     Each axis may have at most one method, and no two methods may conflict. A method that must precede another method
-    (for example, a selection must precede adapters) cannot be applied after it.
+    cannot be applied after that method. For example, a selection method must precede adapters.
 
     Args:
         methods: methods that are not yet applied to any model, or that are applied to `model`.
         model: model to which the methods will be applied. If None, the methods are only compared with each other.
 
     Raises:
-        UserError: If two methods cannot be stacked. The message names both methods and suggests a remedy.
+        UserError: If two methods cannot be combined. The message names both methods and suggests a remedy.
     """
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
         if axis is not None:
             hint = ""
             if axis == Axis.SELECTION:
-                hint = " (full trains all parameters; without a selection, each method uses its default)"
-            raise UserError(f"method: {a.name} and {b.name} both {axis.does}; name one of them{hint}.")
+                hint = (
+                    " The method full trains all parameters. If no selection method is named, each method uses its"
+                    " default selection."
+                )
+            raise UserError(f"method: {a.name} and {b.name} both {axis.does}. Name only one of these methods.{hint}")
         why = _conflict(a, a.name, b, b.name)
         if why is not None:
-            raise UserError(f"method: {a.name} and {b.name} cannot be stacked: {why}. Name one of them.")
+            raise UserError(f"method: {a.name} and {b.name} cannot be combined: {why}. Name only one of these methods.")
     if model is None:
         return
     _refuse_recomputation(methods, model)
@@ -93,29 +96,31 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
     for method in methods:
         why = None
         if Axis.MEMORY in method.axes:
-            why = "recomputation keeps no activations that the method could pack"
+            why = "recomputation saves no activations that the method could pack"
         elif Adds.LOSS in method.adds:
             why = "the recomputation would add the method's loss again"
         if why is not None:
             raise UserError(
-                f"method {method.name}: this {type(model).__name__} uses its own checkpointing, and {why}. Call"
-                " model.set_grad_checkpointing(False) (transformers: gradient_checkpointing_disable()), or leave out"
-                f" {method.name}."
+                f"method {method.name}: the model {type(model).__name__} uses its own checkpointing, and {why}. Call"
+                " model.set_grad_checkpointing(False) (or model.gradient_checkpointing_disable() for transformers"
+                f" models), or remove the method {method.name}."
             )
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:
-    applied = f"method {method.name}: {mark.method} has been applied to this {model} already"
+    applied = f"method {method.name}: {mark.method} has already been applied to this {model}"
     axis = _shared_axis(method, mark)
     if axis is not None:
-        raise UserError(f"{applied}, and both {axis.does}; use one of them, or remove {mark.method} first.")
+        raise UserError(
+            f"{applied}, and both methods {axis.does}. Use only one of these methods, or remove {mark.method} first."
+        )
     why = _conflict(method, method.name, mark, mark.method)
     if why is not None:
-        raise UserError(f"{applied}, and the two cannot be stacked: {why}. Use one of them.")
+        raise UserError(f"{applied}, and the two methods cannot be combined: {why}. Use only one of these methods.")
     if any(MUST_COME_BEFORE.get(axis, frozenset()) & set(mark.axes) for axis in method.axes):
         raise UserError(
-            f"{applied}, but must come after {method.name}. Apply both with apply_methods, which sorts them, or"
-            f" remove {mark.method} first."
+            f"{applied}, but must be applied after {method.name}. Pass both methods to apply_methods, which sorts the"
+            f" methods, or remove {mark.method} first."
         )
 
 
@@ -125,7 +130,7 @@ def check_removal(method: _Method, model: nn.Module) -> None:
     for mark in marks_of(model):
         if mark.key != method.state_key and after & set(mark.axes):
             raise UserError(
-                f"method {method.name}: {mark.method} was applied on top of it; remove {mark.method} first."
+                f"method {method.name}: {mark.method} was applied after {method.name}. Remove {mark.method} first."
             )
 
 
@@ -144,7 +149,7 @@ def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | Non
 def check_needs(method: _Method, view: ModelView) -> None:
     """Raise UserError if the model does not meet a requirement that `method` declares.
 
-    If a token grid is required and an image consists of a single patch, raise SettingError.
+    Raise SettingError if a token grid is required and an image consists of a single patch.
     """
     for need in Needs:
         if need in method.needs:
@@ -159,11 +164,11 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
         return f"no blocks were recognized in {view.name}"
     if need == Needs.CLASSIFIER and not view.head:
         return (
-            f"{view.name} has no classifier to train; create it with num_classes=N (N >= 1), or name its classifier"
-            " module: apply(model, classifier='NAME')"
+            f"{view.name} has no classifier that can be trained. Create the model with num_classes=N, where N >= 1, or"
+            " pass the name of its classifier module: apply(model, classifier='NAME')"
         )
     if need == Needs.CLASS_TOKEN and not view.has_class_token:
-        return f"{view.name} has no class token, whose attention ranks the patch tokens"
+        return f"{view.name} has no class token, but the method ranks patch tokens by the attention of the class token"
     if need == Needs.TOKEN_GRID:
         if view.single_patch:
             height, width = view.image_size
@@ -173,7 +178,7 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
                 f"larger than one patch of {view.name} with method {method.name}",
             )
         if view.block_grid is None:
-            return f"the tokens of {view.name} are not on one grid from block to block"
+            return f"the blocks of {view.name} do not share one token grid"
     return None
 
 
@@ -184,7 +189,7 @@ def no_method(wrong: object) -> SettingError:
         hint = f"Create an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
         hint = "The model is the first argument: apply_methods(model, methods)."
-    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of them", hint)
+    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of Method objects", hint)
 
 
 def refuse_wrapped(model: nn.Module, name: str) -> None:
@@ -192,16 +197,18 @@ def refuse_wrapped(model: nn.Module, name: str) -> None:
     wrapper = type(model).__name__
     if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
         raise UserError(
-            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the model inside:"
-            " apply(model.get_base_model()); peft's adapters stay."
+            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the base model:"
+            " apply(model.get_base_model()). The adapters of peft are kept."
         )
     if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
         raise UserError(
-            f"method {name}: the model is already wrapped ({wrapper}); apply the method to the plain model first,"
-            " then compile or wrap it."
+            f"method {name}: the model is already wrapped ({wrapper}). Apply the method to the plain model"
+            " first, and then compile or wrap the model."
         )
     if isinstance(model, torch.jit.ScriptModule):
-        raise UserError(f"method {name}: a scripted model cannot be changed; apply the method before scripting it.")
+        raise UserError(
+            f"method {name}: a scripted model cannot be changed. Apply the method before the model is scripted."
+        )
 
 
 def note_applied(model: nn.Module, method: _Method) -> None:
@@ -212,8 +219,8 @@ def note_applied(model: nn.Module, method: _Method) -> None:
 def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterable[torch.optim.Optimizer]) -> None:
     """Check that the optimizers contain all parameters of `model` that are trained in at least one step.
 
-    Call this function once, after the optimizer is created. The callbacks for Lightning and Hugging Face make this call
-    automatically.
+    Call this function once, after the optimizer is created. The callbacks for Lightning and Hugging Face call this
+    function automatically.
 
     Args:
         model: model to which the methods were applied.
@@ -230,8 +237,9 @@ def check_optimizer(model: nn.Module, optimizers: torch.optim.Optimizer | Iterab
     missing = [name for name, parameter in wanted.items() if id(parameter) not in held]
     if missing:
         raise UserError(
-            f"{len(missing)} of {len(wanted)} trainable parameters are in no optimizer ({', '.join(missing[:3])}"
+            f"{len(missing)} of {len(wanted)} trainable parameters are not in any optimizer ({', '.join(missing[:3])}"
             f"{', …' if len(missing) > 3 else ''}). The optimizer was created before the methods were applied, or after"
-            " the first step_begin. Create it in between, with all parameters whose requires_grad is True. Freeze"
-            " parameters that must not be trained: p.requires_grad_(False)."
+            " the first step_begin. Create the optimizer after the methods are applied and before the first step_begin,"
+            " with all parameters whose requires_grad is True. To exclude a parameter, call its method"
+            " requires_grad_(False)."
         )

@@ -1,4 +1,4 @@
-"""Warn if a training loop does not call `step_begin` and `step_end` although a method acts per step."""
+"""Warning for training loops that do not call `step_begin` and `step_end` although a method requires these calls."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Number of backward passes outside of a step, or of steps without a call of `step_end`, that lead to a warning. A
-#: single occurrence may be a trial run.
+#: Number of backward passes outside of a step, or of steps without a call of `step_end`, after which a warning is
+#: issued. A single occurrence may be caused by a trial run.
 _PATIENCE = 2
 
 
 class StepWatch:
-    """Watch the backward passes of a model, and warn if `step_begin` or `step_end` is not called.
+    """Observer of a model's backward passes that issues a warning if `step_begin` or `step_end` is not called.
 
     A backward pass is outside of a step if no step has begun, or if an optimizer has stepped since an earlier backward
     pass in the same step. An optimizer has stepped if the weights have changed or the gradients have been set to None.
-    Neither happens between the micro-batches of one step. The class registers a hook on the last trainable parameter.
-    Call `stop` to remove the hook.
+    Neither change occurs between the micro-batches of one step. The class registers a hook on the last trainable
+    parameter. Call `stop` to remove the hook.
     """
 
     def __init__(self, name: str, model: nn.Module) -> None:
@@ -53,7 +53,7 @@ class StepWatch:
         self._hook = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_hook": None, "_seen": None}  # copied parameters do not keep hooks
+        return {**vars(self), "_hook": None, "_seen": None}  # hooks are not copied with the parameters
 
     def _after_backward(self, parameter: Tensor) -> None:
         if self._begun and self._seen is None:
@@ -64,15 +64,15 @@ class StepWatch:
             return
         self._outside += 1
         if self._outside >= _PATIENCE:
-            self._warn("a backward pass ran without a call of step_begin(step) for its optimizer step")
+            self._warn("a backward pass ran before step_begin(step) was called for the optimizer step")
 
     def _warn(self, fault: str) -> None:
         if self._warned:
             return
         self._warned = True
         warnings.warn(
-            f"method {self.name} acts per step, but {fault}. Call step_begin(step) before the first forward pass of"
-            " each optimizer step, and step_end() after optimizer.step() and before zero_grad(), or use"
-            " efficient_ft.MethodSession.",
+            f"method {self.name} must be called in each step, but {fault}. Call step_begin(step) before the first"
+            " forward pass of each optimizer step, and call step_end() after optimizer.step() and before zero_grad()."
+            " efficient_ft.MethodSession makes these calls automatically.",
             stacklevel=2,
         )

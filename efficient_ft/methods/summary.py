@@ -1,4 +1,4 @@
-"""Functions that build the phrases in the one-line summary of a method's changes."""
+"""Functions that create the phrases of the one-line summary of a method."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from efficient_ft.core.format import format_number
 from efficient_ft.models.view import Reason, Skipped
 
-#: Maximum number of names in a list. Further names are only counted.
+#: Maximum number of names in a list. Additional names are counted but not listed.
 _MOST = 4
 _NAMED = {Reason.HEAD: "head", Reason.STEM: "stem"}
 _SHORT = {
@@ -24,7 +24,7 @@ _SHORT = {
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return a short list of names with ranges for consecutive numbers, such as ``blocks 9–11, norm and head``."""
+    """Return a short text that lists names, with ranges for consecutive numbers (``blocks 9–11, norm and head``)."""
     found: dict[str, list[int]] = {}  # the list of numbers is empty for a name without a number
     for name in names:
         before, number = re.fullmatch(r"(.*?)\.?(\d+)", name, re.DOTALL).groups() if name[-1:].isdigit() else (name, "")  # type: ignore[union-attr]
@@ -55,7 +55,7 @@ def _listed(words: list[str]) -> str:
 
 
 def within(names: Iterable[str]) -> str:
-    """Return the location of parts of a model: their names up to the first number, formatted by `ranges`."""
+    """Return the location of model parts as text: the names up to the first number, formatted by `ranges`."""
     return ranges(dict.fromkeys(re.sub(r"(\d+)\..*", r"\1", name, flags=re.DOTALL) for name in names))
 
 
@@ -72,10 +72,10 @@ def trained(model: nn.Module) -> str:
 
 
 def left(skipped: Mapping[str, Skipped], state: str, unit: str = "layer") -> str:
-    """Return the phrase about skipped parts at the end of a summary. The phrase is empty if no part was skipped.
+    """Return the last phrase of a summary, which describes the skipped parts.
 
-    `state` is the state of the skipped parts, such as ``exact``, ``dense`` or ``not adapted``. `unit` is the noun for
-    one part.
+    The phrase is empty if no part was skipped. `state` describes the skipped parts, for example as ``exact``, ``dense``
+    or ``not adapted``. `unit` is the noun for one part.
     """
     reasons = {why.reason for why in skipped.values()}
     others = [name for name, why in skipped.items() if why.reason not in _NAMED]

@@ -1,1 +1,1 @@
-"""Operations on tensors: projections, storage formats, tokens and recomputation. They are independent of any model."""
+"""Operations on tensors that do not depend on a model: projections, storage formats, tokens and recomputation."""

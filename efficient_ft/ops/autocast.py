@@ -1,4 +1,4 @@
-"""Autocast for custom autograd functions. torch does not convert the inputs of these functions."""
+"""Autocast helpers for custom autograd functions, whose inputs torch does not convert automatically."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def to_single_precision(x: Tensor) -> Tensor:
 def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Convert the inputs of a linear layer or convolution to the autocast dtype if autocast is enabled.
 
-    Autograd converts the gradients back.
+    Autograd converts the gradients back to the original dtypes.
     """
     device = x.device.type
     if not torch.is_autocast_enabled(device):
@@ -30,7 +30,7 @@ def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast for the device type of `like` in a ``with`` block. On devices without autocast, do nothing."""
+    """Disable autocast for the device type of `like` in a ``with`` block. Do nothing on devices without autocast."""
     kind = like.device.type
     return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
 

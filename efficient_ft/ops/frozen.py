@@ -1,8 +1,8 @@
-"""BatchNorm and convolution with frozen weights. Unlike torch's operations, they do not save their input.
+"""BatchNorm and convolution with frozen weights, which do not save their input.
 
-In torch, BatchNorm in evaluation mode and convolutions save their input even if the weight does not require a gradient.
-Linear layers do not save their input in this case. If the scale of a BatchNorm is trained, torch's fused backward pass
-is faster and is used instead.
+In torch, BatchNorm in evaluation mode and convolutions save their input even if the weight does not require a gradient,
+whereas linear layers do not. If the scale of a BatchNorm is trained, torch's fused backward pass is used, because it is
+faster.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def frozen_conv2d(
 
     Args:
         x: Input, (B, C_in, H, W).
-        weight: Weight, (C_out, C_in / groups, kernel height, kernel width). It must not require a gradient.
+        weight: Weight, (C_out, C_in / groups, kernel height, kernel width). The weight must not require a gradient.
         bias: Bias, (C_out,) or None.
         stride, padding, dilation, groups: Settings of the convolution, as in `F.conv2d`.
     """
@@ -79,7 +79,7 @@ def frozen_conv2d(
 
 
 class _FrozenConv2d(Function):
-    """Convolution. g_x is the transposed convolution of g with the weight, and g_b = Σ g."""
+    """Convolution. The gradient g_x is the transposed convolution of g with the weight, and g_b is Σ g."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, geometry: tuple[Any, ...]) -> Tensor:

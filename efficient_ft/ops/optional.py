@@ -9,7 +9,7 @@ from typing import Any
 
 @functools.cache
 def optional_module(name: str) -> Any:
-    """Return the module with the full name `name`, or None if a library that it imports is not installed."""
+    """Return the module with the full name `name`, or None if a library that the module imports is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError:

@@ -1,8 +1,8 @@
-"""Recomputation: a part of a model saves only its packed input, and is run again in the backward pass.
+"""Recomputation: a part of a model saves only its packed input and runs again in the backward pass.
 
 Source: Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016. `torch.utils.checkpoint` is
-not used, because it cannot pack its input. It also stores the input in a closure, where saved-tensor hooks do not count
-it.
+not used, because it cannot pack its input. In addition, `torch.utils.checkpoint` stores the input in a closure, where
+saved-tensor hooks do not count the input.
 """
 
 from __future__ import annotations
@@ -30,22 +30,23 @@ def recompute(
     packer: Packer,
     context: PackContext,
 ) -> Any:
-    """Return `function(x, *others, **keywords)`, and recompute it in the backward pass from the packed x.
+    """Return `function(x, *others, **keywords)`, and recompute the result in the backward pass from the packed x.
 
-    The forward pass uses x itself, and the recomputation uses the unpacked x. The states of the random number
-    generators are restored, so that dropout is the same in both passes.
+    The forward pass uses the original x, and the recomputation uses the unpacked x. The states of the random number
+    generators are restored before the recomputation, so that dropout is the same in both passes.
 
     Args:
-        function: Forward method of a module. It returns a tensor, or a tuple, list or dictionary of tensors.
+        function: Forward method of a module, which returns a tensor, or a tuple, list or dictionary of tensors.
         x: Activations, (B, ...).
-        others, keywords: Other arguments of `function`. Tensors in them are saved unchanged and receive gradients.
+        others, keywords: Other arguments of `function`. Tensors in these arguments are saved unchanged and receive
+            gradients.
         parameters: Parameters that `function` uses and that require a gradient.
         packer: Packer for x.
         context: Context in which x is packed.
     """
     leaves, form = tree_flatten((others, keywords))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    # The tensors are separate arguments, so that autograd tracks them. The other leaves stay in their positions.
+    # Tensors are passed as separate arguments, so that autograd tracks the tensors. `fixed` contains all other leaves.
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -62,7 +63,7 @@ def recompute(
 
 
 class _Recompute(torch.autograd.Function):
-    """Run a function without recording a graph, and run it again in the backward pass with recording."""
+    """Function that runs `call` without recording a graph, and again with recording in the backward pass."""
 
     @staticmethod
     def forward(
@@ -91,7 +92,8 @@ class _Recompute(torch.autograd.Function):
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)
-        # Arguments are detached from their graph, but not parameters, because the function references them directly.
+        # The arguments are detached from their graph. The parameters are not detached, because the function references
+        # them directly.
         arguments = [x, *(tensor.detach() for tensor in others[: ctx.count])]
         inputs = [*arguments, *others[ctx.count :]]
         needed = ctx.needs_input_grad[4:]
@@ -108,7 +110,7 @@ class _Recompute(torch.autograd.Function):
 
 @contextmanager
 def _restored(device: torch.device, cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
-    """Restore the states of the random number generators of the CPU and of `device` inside a ``with`` block."""
+    """Restore the random number generator states of the CPU and of `device` inside a ``with`` block."""
     with torch.random.fork_rng(devices=[] if cuda is None else [device]):
         torch.set_rng_state(cpu)
         if cuda is not None:

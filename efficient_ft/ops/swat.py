@@ -6,8 +6,8 @@ the backward pass::
     y = x ∗ w̃ + b,    g_x from g_y and w̃,    g_w from g_y and x̃ (dense, so that dropped weights train),    g_b exact
 
 Values whose magnitude is below a threshold are dropped. Each weight has its own threshold. Each input has one threshold
-for all images of the batch. A threshold is used for several steps. Between two refreshes, the number of stored values
-varies with the data. Zeros are never stored.
+for all images of the batch. A threshold is used for several steps. Between two refreshes of a threshold, the number of
+stored values varies with the data. Zeros are never stored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from efficient_ft.ops.saving.table import name_of
 from efficient_ft.ops.storage import Dense, PackContext, Packed, bitmap_bytes, magnitude_bits, pack_bits, unpack_bits
 
 _PRODUCTS = (F.linear, F.conv2d, torch.conv2d)
-#: Operations that are replaced by packed versions. Only `_PRODUCTS` are sparse. Other results do not change.
+#: Operations that are replaced by packed versions. Only `_PRODUCTS` use sparse weights. Other results do not change.
 _SUPPORTED = (
     *(*_PRODUCTS, F.relu, torch.relu, Tensor.relu, F.relu6, F.hardtanh),
     *(F.batch_norm, F.avg_pool2d, F.adaptive_avg_pool2d, F.max_pool2d, torch.max_pool2d),
@@ -37,14 +37,14 @@ _SUPPORTED = (
 
 @dataclass
 class Thresholds(PackingState):
-    """Magnitude thresholds that persist from step to step.
+    """Magnitude thresholds that persist between steps.
 
     Attributes:
-        sparsity: Fraction of the values that are dropped.
+        sparsity: Fraction of the values that is dropped.
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
-            of `refresh`. If a layer is frozen in such a step, its threshold is recomputed at its next use.
+            of `refresh`. The threshold of a layer that is frozen in such a step is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Thresholds. The keys are names of parameters or, for inputs, `PackContext.name`.
+        by_name: Thresholds. The keys are the names of parameters, and `PackContext.name` for inputs.
         computed: Step in which each threshold was computed, with the same keys.
     """
 
@@ -55,7 +55,7 @@ class Thresholds(PackingState):
     computed: dict[str, int] = field(default_factory=dict)
 
     def in_training(self, name: str, x: Tensor) -> float:
-        """Return the threshold of x in a training step, and recompute it if a refresh is due."""
+        """Return the threshold of x in a training step, and recompute the threshold if a refresh is due."""
         if isinstance(x, FakeTensor):
             return 0.0
         last = self.computed.get(name)
@@ -67,7 +67,7 @@ class Thresholds(PackingState):
         return self.by_name[name]
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
-        """Return the threshold of the last step. Before training, compute a threshold from x."""
+        """Return the last threshold used in training, or compute a threshold from x if none exists."""
         if isinstance(x, FakeTensor):
             return 0.0
         return self.by_name[name] if name in self.by_name else self._compute(x)
@@ -100,7 +100,7 @@ def largest(threshold: float, x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class LargestOfBatch:
-    """A packer that stores the values whose magnitude reaches a threshold, and a bitmap of their positions.
+    """Packer that stores the values whose magnitude is at least a threshold, and a bitmap of their positions.
 
     All images of a batch share the threshold.
     """
@@ -110,7 +110,7 @@ class LargestOfBatch:
     def pack(self, x: Tensor, context: PackContext) -> Packed:
         """Pack all samples of x with one threshold."""
         n = x.numel()
-        if isinstance(x, FakeTensor):  # this size is exact in steps with a refresh
+        if isinstance(x, FakeTensor):  # this size is exact in steps that refresh the threshold
             values = x.new_empty(n - self.thresholds.dropped(n))
             bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
         else:
@@ -126,13 +126,13 @@ def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
 
 
 class SparseProducts(PackedOperations):
-    """A mode that runs the linear layers and convolutions of SWAT. ReLU saves one bit per element.
+    """Mode that runs linear layers and convolutions with sparse weights (SWAT). ReLU saves one bit per element.
 
     Args:
-        thresholds: Thresholds that persist from step to step.
+        thresholds: Thresholds that persist between steps.
         region, samples, modules: See `PackedOperations`.
         weights: Names of the sparse weights. The keys are the ids of the parameters.
-        training: If True, activations are packed. If False, only the forward pass changes: it uses sparse weights.
+        training: If True, activations are packed. If False, only the weights in the forward pass are sparse.
     """
 
     def __init__(
@@ -169,8 +169,8 @@ class SparseProducts(PackedOperations):
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
         """Return the sparse weight for the forward pass, and the dense weight to save."""
         name = self.weights.get(id(weight))
-        if name is None:  # a tensor computed from a parameter, or a weight of a module that is not sparse
+        if name is None:  # the weight is computed from a parameter, or is not sparse
             return weight, weight
         threshold = (self.thresholds.in_training if self.training else self.thresholds.in_evaluation)(name, weight)
-        # The dense weight stays in memory. The backward pass recomputes the sparse weight from it.
+        # The dense weight stays in memory, and the backward pass recomputes the sparse weight from the dense weight.
         return largest(threshold, weight), Packed((weight,), partial(largest, threshold))

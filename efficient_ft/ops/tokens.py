@@ -1,12 +1,12 @@
 """Functions that score, drop, fuse and merge tokens, and the record of the remaining tokens.
 
-Tokens are (B, N, C). The first P tokens are prefix tokens (class token, distillation token, registers), which are never
-dropped. The other tokens are called patch tokens, even after fusion or merging.
+Tokens have the shape (B, N, C). The first P tokens are prefix tokens (class token, distillation token, registers),
+which are never dropped. The other tokens are called patch tokens, even after fusion or merging.
 
-The record contains the grid positions of the remaining tokens, and the patches that each token represents. It is passed
-from block to block as an attribute of the tensor of tokens (`attach_tokens`, `pop_tokens`). Each forward pass creates
-its own record. Recomputation in the backward pass creates an equal record. Layers inside a block read the record with
-`current_tokens`.
+The record contains the grid positions of the remaining tokens, and the patches that each token represents. The record
+is passed from block to block as an attribute of the token tensor (`attach_tokens`, `pop_tokens`). Each forward pass
+creates a new record, and recomputation in the backward pass creates an equal record. Layers inside a block read the
+record with `current_tokens`.
 
 Sources: EViT (Liang et al., ICLR 2022); BSR (CVPR Workshops 2024); ToMe (Bolya et al., "Token Merging: Your ViT But
 Faster", ICLR 2023).
@@ -35,26 +35,26 @@ from efficient_ft.ops.storage import Packed
 def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | None = None) -> Tensor:
     """Compute the attention of the class token to each patch token.
 
-    This is the row of the class token in softmax(q kᵀ · scale), averaged over heads. It is computed separately, because
-    fused attention does not return its attention weights. The computation takes O(H · N · D) operations in at least
-    single precision. Source: EViT, Equation 3.
+    The result is the row of the class token in softmax(q kᵀ · scale), averaged over heads. The row is computed
+    separately, because fused attention does not return attention weights. The computation requires O(H · N · D)
+    operations, which use at least single precision. Source: EViT, Equation 3.
 
     Args:
         q_BHND, k_BHND: Inputs of attention, after q and k normalization and rotary embeddings.
-        prefix: Number of prefix tokens, P. The class token is the first.
-        scale: Factor of the scores. Default: 1 / √D.
+        prefix: Number of prefix tokens, P. The class token must be the first token.
+        scale: Factor by which the scores are multiplied. Default: 1 / √D.
 
     Returns:
-        Attention weights, (B, N − P). Their sum is less than 1, because prefix tokens also receive attention.
+        Attention weights, (B, N − P). The weights sum to less than 1, because prefix tokens also receive attention.
     """
     scale = q_BHND.shape[-1] ** -0.5 if scale is None else scale
     return _ClassRow.apply(q_BHND, k_BHND, scale)[:, prefix:]
 
 
 class _ClassRow(torch.autograd.Function):
-    """The attention weights of the class token, (B, N).
+    """Attention weights of the class token, (B, N).
 
-    k is packed in the same way as in attention, so that it is saved only once.
+    k is packed in the same way as in attention, so that k is saved only once.
     """
 
     @staticmethod
@@ -89,7 +89,7 @@ class _ClassRow(torch.autograd.Function):
 
 
 def num_kept(count: int, keep_rate: float) -> int:
-    """Return ⌈keep_rate · count⌉. `keep_rate` is used as a decimal number, so that 0.1 of 30 is 3 and not 4."""
+    """Return ⌈keep_rate · count⌉. `keep_rate` is interpreted as an exact decimal number, so that 0.1 · 30 is 3."""
     share = Fraction(str(keep_rate))
     return -(-share.numerator * count // share.denominator)
 
@@ -102,8 +102,8 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
         scores_BL: Scores of the L = N − P patch tokens.
         prefix: Number of prefix tokens, P.
         kept: Number of patch tokens to keep, K, from 0 to L.
-        fuse: If True, append the token Σ aᵢ xᵢ over the dropped tokens, where aᵢ are their scores (EViT, Equation 4;
-            BSR). Gradients flow through both aᵢ and xᵢ.
+        fuse: If True, append the token Σ aᵢ xᵢ, where xᵢ are the dropped tokens and aᵢ are their scores (EViT, Equation
+            4; BSR). Gradients flow through both aᵢ and xᵢ.
 
     Returns:
         Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
@@ -120,12 +120,12 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
 
 
 def take(x_BNC: Tensor, index_BK: Tensor) -> Tensor:
-    """Gather the tokens at the indices `index_BK`, (B, K, C). The indices of an image must be unique."""
+    """Return the tokens at the indices `index_BK`, (B, K, C). The indices of an image must be unique."""
     return _Take.apply(x_BNC, index_BK)
 
 
 class _Take(torch.autograd.Function):
-    """Gather tokens. torch.gather saves its input, although its gradient requires only the shape of the input."""
+    """Gather operation that saves the shape of its input, whereas torch.gather saves the input itself."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, index_BK: Tensor) -> Tensor:
@@ -167,15 +167,15 @@ def match(metric_BNC: Tensor, r: int, prefix: int) -> Tensor:
         prefix: Number of prefix tokens, P. Prefix tokens are not merged.
 
     Returns:
-        New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The order is
-        prefix tokens, then unmerged tokens of A, then tokens of B, each in the order of the input. The paper instead
-        concatenates A and B. The order only affects which tokens are in A and B in the next matching.
+        New index of each token, (B, N), from 0 to N − r − 1. Both tokens of a pair have the same index. The prefix
+        tokens are followed by the unmerged tokens of A and then by the tokens of B, each in the order of the input. In
+        contrast, the paper concatenates A and B. The order only affects the sets A and B of the next matching.
     """
     metric = metric_BNC.to(torch.promote_types(metric_BNC.dtype, torch.float32))
     metric = metric / metric.norm(dim=-1, keepdim=True).clamp_min(1e-12)
     with autocast_disabled(metric_BNC):
         similarity_BAB = metric[:, ::2] @ metric[:, 1::2].mT
-    of_a, of_b = (prefix + 1) // 2, prefix // 2  # numbers of prefix tokens in A and in B
+    of_a, of_b = (prefix + 1) // 2, prefix // 2  # number of prefix tokens in A and in B
     similarity_BAB[:, :of_a] = -math.inf
     similarity_BAB[:, :, :of_b] = -math.inf
     best_BA, target_BA = similarity_BAB.max(-1)
@@ -208,21 +208,21 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
 
 
 def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
-    """Repeat each merged token once for each token that was merged into it. The result has the shape before `merge`.
+    """Repeat each merged token once for each of its original tokens. The result has the shape before `merge`.
 
     Args:
         x_BUC: Merged tokens.
-        index_BN: For each of the N tokens before any merge, the index of the token that represents it now.
+        index_BN: Index of the merged token that represents each of the N original tokens.
 
     Returns:
-        Tokens (B, N, C) in their order before any merge. Their mean is the mean of x weighted by sizes. Attention over
-        these tokens equals attention over x if the logarithms of the sizes are added to the scores.
+        Tokens (B, N, C) in their original order. The mean of these tokens is the mean of x weighted by sizes. Attention
+        over these tokens equals attention over x if the logarithms of the sizes are added to the scores.
     """
     return _Unmerge.apply(x_BUC, index_BN)
 
 
 class _Merge(torch.autograd.Function):
-    """The sum of share · x over the tokens with the same index. It saves shares and indices, but no activations."""
+    """Sum of the tokens with the same index, weighted by `share`. Only shares and indices are saved."""
 
     @staticmethod
     def forward(ctx: Any, x_BNC: Tensor, share_BN: Tensor, index_BN: Tensor, left: int) -> Tensor:
@@ -239,7 +239,7 @@ class _Merge(torch.autograd.Function):
 
 
 class _Unmerge(torch.autograd.Function):
-    """Gather tokens at indices that may repeat. It saves only the indices."""
+    """Gather operation for indices that may repeat, which saves only the indices."""
 
     @staticmethod
     def forward(ctx: Any, x_BUC: Tensor, index_BN: Tensor) -> Tensor:
@@ -266,18 +266,17 @@ def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Tokens:
-    """The record of a batch's tokens after some tokens were dropped or merged.
+    """Record of the tokens of a batch after some tokens have been dropped or merged.
 
     Attributes:
-        grid_index_BL: Index on the grid, row by row, of each token except prefix tokens. The j-th fused token of a
-            forward pass has the index H·W + j. None if the indices are unknown (merged tokens, or a different image
-            size).
+        grid_index_BL: Grid index (row by row) of each token except prefix tokens. The j-th fused token of a forward
+            pass has the index H·W + j. The attribute is None if the indices are unknown (merged tokens, or a different
+            image size).
         fused: Number of fused tokens so far.
         sizes_BN: Number of patches that each token represents, including prefix tokens, or None if each token
             represents one patch.
-        merged_into_BN: For each token before any merge, the index of the token that represents it, or None if the
-            indices are not recorded.
-        cache: Results that are shared by the layers that receive these tokens.
+        merged_into_BN: Index of the token that represents each original token, or None if the indices are not recorded.
+        cache: Results shared by all layers that receive these tokens.
     """
 
     grid_index_BL: Tensor | None = None
@@ -293,13 +292,13 @@ class Tokens:
         `prefix` is the number of prefix tokens, and `positions` is the number of grid positions. Indices are set only
         if the number of patch tokens equals the number of grid positions.
         """
-        if x_BNC.shape[1] - prefix != positions:  # images of a different size, or randomly dropped patches
+        if x_BNC.shape[1] - prefix != positions:  # the image size differs, or patches were dropped randomly
             return cls()
         index = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
         return cls(index.expand(len(x_BNC), -1))
 
     def columns_BN(self, prefix: int) -> Tensor:
-        """Return the column of each token in a matrix over all tokens.
+        """Return, for each token, the index of its column in a matrix over all tokens.
 
         The columns are ordered as follows: prefix tokens, grid positions, fused tokens.
         """
@@ -317,7 +316,7 @@ class Tokens:
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
         """Return the record of the tokens at `index_BK`, which `drop` has kept.
 
-        With `fuse`, the record includes the fused token that `drop` appended.
+        If `fuse` is True, the record includes the fused token that `drop` appended.
         """
         if self.grid_index_BL is None:
             return replace(self, cache={})
@@ -336,7 +335,7 @@ def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
 # The record is registered as a pytree, so that recomputation saves its tensors.
 register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
 
-#: Name of the attribute of a tensor of tokens that stores their record.
+#: Name of the attribute of a token tensor that stores the record.
 _ATTRIBUTE = "efficient_ft_tokens"
 
 
@@ -350,14 +349,14 @@ def attach_tokens(x_BNC: Tensor, tokens: Tokens | None) -> Tensor:
 def pop_tokens(x_BNC: Tensor) -> tuple[Tensor, Tokens | None]:
     """Return x without its record, and the record, which is None if no token was removed.
 
-    Saving x with its record for the backward pass would also keep the record in memory, where it is not counted.
+    Saving x with its record for the backward pass would also keep the record in memory without counting its size.
     """
     tokens: Tokens | None = getattr(x_BNC, _ATTRIBUTE, None)
     return (x_BNC if tokens is None else _Identity.apply(x_BNC)), tokens
 
 
 class _Identity(torch.autograd.Function):
-    """Return a tensor with the same values as x, but without its attributes. The result is not a view of x."""
+    """Identity function whose result has the values, but not the attributes, of x. The result is not a view of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -25,16 +25,16 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
     >>> loss.backward()  # updates the parameters
     >>> optimizer.step()  # ends the step, as in any training loop
 
-    The weights after a step are bit-identical to those after an ordinary step. Operations that require all gradients at
-    once are not supported: clipping by the global norm, gradient accumulation, the loss scaling of fp16, and averaging
-    gradients over processes. Do not call ``clip_grad_norm_``, which finds no gradients and has no effect.
+    The weights after a step are bit-identical to the weights after an ordinary step. Operations that require all
+    gradients at once are not supported: clipping by the global norm, gradient accumulation, the loss scaling of fp16,
+    and averaging gradients over processes. Do not call ``clip_grad_norm_``, which finds no gradients and has no effect.
 
     Args:
-        optimizer: Optimizer over the trainable parameters. It must update each parameter only from its own gradient and
-            state.
+        optimizer: Optimizer over the trainable parameters. The optimizer must update each parameter only from the
+            gradient and state of that parameter.
 
     Returns:
-        An optimizer with the same groups and state. Use it instead of `optimizer`.
+        An optimizer with the same parameter groups and state, which must be used instead of `optimizer`.
 
     Raises:
         SettingError: If training uses more than one process.
@@ -44,7 +44,7 @@ def step_in_backward(optimizer: Optimizer) -> SteppedInBackward:
 
 
 class SteppedInBackward(Optimizer):
-    """An optimizer that steps inside the backward pass, created by `step_in_backward`."""
+    """Optimizer that steps inside the backward pass, created by `step_in_backward`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -60,7 +60,7 @@ class SteppedInBackward(Optimizer):
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Its parameters are also updated inside the backward pass."""
+        """Add a parameter group. The parameters of the group are also updated inside the backward pass."""
         groups = self.optimizer.param_groups
         if not any(group is param_group for group in groups):
             self.optimizer.add_param_group(param_group)
@@ -73,7 +73,8 @@ class SteppedInBackward(Optimizer):
         if id(p) in self._updated:
             raise UserError(
                 "A parameter received a second gradient in one step. An optimizer that steps inside the backward pass"
-                " supports one backward pass per step. Call optimizer.step() after each, without gradient accumulation."
+                " supports only one backward pass per step. Call optimizer.step() after each backward pass, and do not"
+                " accumulate gradients."
             )
         inner = self.optimizer
         inner.param_groups = [{**self.param_groups[index], "params": [p]}]
@@ -103,9 +104,9 @@ class SteppedInBackward(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Raise a UserError in ``torch.amp.GradScaler.step``, which is the only code that reads this attribute."""
         raise UserError(
-            "An optimizer that steps inside the backward pass cannot be used with a GradScaler: it has already updated"
-            " the parameters from the scaled gradients. Reload the weights. Then train in bf16 or fp32 without a"
-            " GradScaler, or without step_in_backward."
+            "An optimizer that steps inside the backward pass cannot be used with a GradScaler: the optimizer has"
+            " already updated the parameters with scaled gradients. Reload the weights. Then train in bf16 or fp32"
+            " without a GradScaler, or train without step_in_backward."
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -114,7 +115,7 @@ class SteppedInBackward(Optimizer):
         self._updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer. It equals the state after ordinary training."""
+        """Return the state of the inner optimizer, which equals the state after ordinary training."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -133,6 +134,6 @@ class SteppedInBackward(Optimizer):
 
 
 def steps_in_backward(optimizers: Iterable[Any]) -> bool:
-    """Return True if one of the optimizers steps inside the backward pass, even if accelerate wraps the optimizer."""
+    """Return True if one of the optimizers (possibly wrapped by accelerate) steps inside the backward pass."""
     return any(isinstance(o, SteppedInBackward) or isinstance(getattr(o, "optimizer", None), SteppedInBackward)
                for o in optimizers)  # fmt: skip

@@ -17,7 +17,7 @@ from efficient_ft.ops.blockwise import AdamStep, Moments, adam_step, dense_step,
 class LowBitAdamW(Optimizer):
     """`torch.optim.AdamW` with block-wise quantized moments of 8 or 4 bits per value.
 
-    A step is computed in float32. The moments are then rounded stochastically to codes. The rounding is the same in
+    A step is computed in float32. The moments are then rounded stochastically to codes, with the same random numbers in
     every run. A block contains 128 values. The moments of a parameter stay in float32 if the parameter has fewer than
     4096 values, or if its size is not a multiple of 128.
 
@@ -66,7 +66,7 @@ class LowBitAdamW(Optimizer):
         """Update the parameters that have a gradient.
 
         Args:
-            closure: Function that reevaluates the loss and its gradients. Its result is returned.
+            closure: Function that reevaluates the loss and its gradients. The result of the function is returned.
 
         Raises:
             UserError: If a gradient is sparse.
@@ -84,7 +84,9 @@ class LowBitAdamW(Optimizer):
     def _update(self, p: Tensor, group: dict[str, Any]) -> None:
         assert p.grad is not None
         if p.grad.is_sparse:
-            raise UserError(f"{type(self).__name__} requires dense gradients, got a sparse one. Use sparse=False.")
+            raise UserError(
+                f"{type(self).__name__} does not support sparse gradients. Use embeddings with sparse=False."
+            )
         state = self.state[p]
         if not state:
             state.update(self._empty_state(p))
@@ -113,7 +115,7 @@ class LowBitAdamW(Optimizer):
         return {"step": step, **zeros}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore a state on the devices of the parameters, without converting its values.
+        """Load an optimizer state to the devices of the parameters, without converting the values of the state.
 
         Raises:
             UserError: If the state belongs to a different optimizer or to a different number of bits.
@@ -126,9 +128,9 @@ class LowBitAdamW(Optimizer):
             expected = {name: t.shape for name, t in self._empty_state(p).items()}
             if {name: getattr(t, "shape", None) for name, t in state.items()} != expected:
                 raise UserError(
-                    f"The optimizer state must belong to {type(self).__name__} with bits={self.bits}, got a different"
-                    f" state for a parameter of shape {tuple(p.shape)}. Create the optimizer whose state was saved, or"
-                    " start again: pass resume=never for a run, or omit load_state_dict in a loop."
+                    f"The optimizer state must belong to {type(self).__name__} with bits={self.bits}, but a parameter"
+                    f" of shape {tuple(p.shape)} has a different state. Create the optimizer that saved the state, or"
+                    " start again: set resume=never for a run, or do not call load_state_dict in a training loop."
                 )
         super().load_state_dict({**state_dict, "state": {}})
         for p, state in states.items():
@@ -142,7 +144,7 @@ class LowBitAdamW(Optimizer):
 class LowBitAdam(LowBitAdamW):
     """`torch.optim.Adam` with quantized moments. Weight decay is added to the gradient, and is 0 by default.
 
-    `LowBitAdamW` describes the arguments and errors.
+    See `LowBitAdamW` for the arguments and errors.
     """
 
     decoupled = False
@@ -161,7 +163,7 @@ class LowBitAdam(LowBitAdamW):
 
 
 def state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors of an optimizer's state. For a tensor subclass, return its inner tensors."""
+    """Return the tensors of an optimizer's state. A tensor subclass is replaced by its inner tensors."""
     tensors: list[Tensor] = []
     for state in optimizer.state.values():
         for value in state.values():

@@ -25,12 +25,12 @@ _READ: dict[str, tuple[type, ...]] = {
     "run": (str,), "name": (str,), "memory_bytes": (int, float), "process_bytes": (int, float),
     "counted_bytes": (int, float), "step_seconds": (int, float, type(None)), "timed": (bool,),
 }  # fmt: skip
-#: File in the folder of runs, to which every plan appends a line for each option.
+#: Name of a file in the folder of runs. Every plan appends one line for each option to this file.
 FILE = "plans.jsonl"
 
 
 def record(plan: Plan, folder: Path) -> None:
-    """Append the predictions of a plan's options to `FILE` in `folder` (the folder of runs), if it is writable."""
+    """Append the predictions of a plan's options to `FILE` in `folder` (the folder of runs), if `FILE` is writable."""
     lines = [
         json.dumps(
             {
@@ -59,12 +59,12 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """Return the latest prediction and the measurement of each finished run that was planned.
 
     Raises:
-        UserError: one of `folders` (the folders of runs) contains no plans.
+        UserError: If one of `folders` (the folders of runs) contains no plans.
     """
     found = []
     for folder in folders:
         if not (folder / FILE).is_file():
-            raise UserError(f"{folder} has no plans ({FILE}). Plans are recorded in the folder of runs (outputs).")
+            raise UserError(f"The folder {folder} has no plans ({FILE}). Pass the folder of runs (outputs).")
         predicted = _predictions(folder / FILE)
         for file in sorted(folder.rglob(results_file.NAME)):
             run = fingerprint(config_file.read_config(file.parent))
@@ -76,16 +76,16 @@ def calibration(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def _predictions(file: Path) -> dict[str, dict[str, Any]]:
-    """Read the latest prediction of each run, by the run's fingerprint. A damaged file raises a UserError."""
+    """Return the latest prediction of each run, keyed by fingerprint. A damaged file raises a UserError."""
     found = {}
     try:
         for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
             one = parse_json(line)
             if not isinstance(one, dict) or not all(type(one.get(key)) in kinds for key, kinds in _READ.items()):
-                raise ValueError(f"line {number} is not a valid prediction")
+                raise ValueError(f"line {number} does not contain a valid prediction")
             found[one["run"]] = one
     except ValueError as error:
-        raise UserError(f"{file} is damaged ({first_line(error)}). Remove the line, or rename the file.") from error
+        raise UserError(f"File {file} is damaged ({first_line(error)}). Remove the line or rename the file.") from error
     return found
 
 
@@ -104,7 +104,7 @@ def _pair(folder: Path, predicted: dict[str, Any], results: dict[str, Any]) -> d
 
 
 def calibration_text(folders: Sequence[Path]) -> str:
-    """Return a table of planned runs with the errors of the predictions."""
+    """Return a table of the planned runs and the errors of their predictions."""
     pairs = calibration(folders)
     if not pairs:
         raise UserError("None of the planned runs has finished. Run the command of a plan, then repeat this command.")
@@ -124,15 +124,14 @@ def calibration_text(folders: Sequence[Path]) -> str:
         )
     lines = [table(rows, left=(0, 1)), ""]
     over = [pair for pair in pairs if not pair["within_budget"]]
-    lines.append(f"{len(pairs)} planned runs have finished, {len(over)} of them above their budget.")
+    lines.append(f"{len(pairs)} planned runs have finished. {len(over)} of these runs exceeded their budget.")
     for key, title in (("memory", "peak of the process"), ("counted", "counted peak of a step"), ("step", "step time")):
         off = [abs(_off(pair[key])) for pair in pairs if pair[key] is not None]
         if off:
             median, largest = map(format_percent, (statistics.median(off), max(off)))
-            lines.append(f"{title}: off by {median} (median), {largest} (largest).")
+            lines.append(f"The predicted {title} is off by {median} (median) and at most {largest}.")
     return "\n".join([lines[0], *map(paragraph, lines[1:])])
 
 
 def _off(pair: tuple[float, float]) -> float:
-    """Return the relative error of a prediction."""
     return pair[0] / pair[1] - 1

@@ -25,12 +25,12 @@ class Candidate:
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
         row: name of the row in studies.json that contains the loss of accuracy of the recipe without its memory method.
-            None if the recipe was not studied.
+            The name is None if the recipe was not studied.
         in_backward: True if the optimizer steps inside the backward pass.
         state_bits: number of bits of the optimizer's moments.
         micro_batches: number of micro-batches with accumulated gradients.
-        time_factor: step time with the memory method, relative to a step without it that executes the same FLOPs
-            (measured with ``bench step``).
+        time_factor: step time with the memory method, divided by the time of a step that executes the same FLOPs
+            without the method (measured with ``bench step``).
     """
 
     methods: tuple[str, ...]
@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """Short name of the recipe, e.g. ``full+low_bit:bits=4, 8-bit moments``."""
+        """Short name of the recipe, for example ``full+low_bit:bits=4, 8-bit moments``."""
         parts = []
         for method in self.methods:
             own = [s.removeprefix(f"method.{method}.") for s in self.settings if s.startswith(f"method.{method}.")]
@@ -72,20 +72,20 @@ class Candidate:
         return arguments
 
 
-#: Evidence that a method is exact, by name.
+#: Evidence that a method is exact, keyed by the name of the method.
 EVIDENCE = {
     "full": "full: plain fine-tuning",
-    "compact": "compact: gradients agree to 1e-10 in float64 (selftest 10)",
-    "checkpointing": "checkpointing: bitwise equal gradients (selftest 10)",
+    "compact": "compact: the gradients agree to 1e-10 in float64 (selftest 10)",
+    "checkpointing": "checkpointing: the gradients are bitwise equal (selftest 10)",
 }
-#: Settings that a method requires to be exact.
+#: Settings with which a method is exact.
 _EXACT_IF: dict[str, dict[str, Any]] = {"full": {"train_norms": True}, "compact": {"activation_dtype": "same"},
              "checkpointing": {"input_dtype": "same"}}  # fmt: skip
-_IN_BACKWARD_EVIDENCE = "steps in backward: each parameter has its complete gradient, and no gradient is clipped"
+_IN_BACKWARD_EVIDENCE = "steps in backward: each update uses the complete gradient, and no gradient is clipped"
 
-#: Recipes of the memory axis: options, settings, exactness class, and step time relative to a step without the options
-#: that executes the same FLOPs. Times were measured with DeiT-S and batch size 16 on two EPYC cores with AVX-512. For
-#: its preferred recipes, a plan measures the time instead.
+#: Recipes of the memory axis. Each recipe has options, settings, an exactness class, and a relative step time: the step
+#: time divided by the time of a step that executes the same FLOPs without the options. The times were measured with
+#: DeiT-S and batch size 16 on two EPYC cores with AVX-512. For the preferred recipes, a plan measures the time instead.
 _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] = (
     ((), (), Exactness.EXACT, 1.0),
     (("compact",), (), Exactness.EXACT, 1.05),
@@ -96,15 +96,15 @@ _MEMORY: tuple[tuple[tuple[str, ...], tuple[str, ...], Exactness, float], ...] =
     (("low_bit",), ("method.low_bit.bits=2",), Exactness.APPROXIMATE, 1.12),
     (("checkpointing",), ("method.checkpointing.input_dtype=int4",), Exactness.APPROXIMATE, 1.02),
 )
-#: The smallest recipes. A plan always examines them first, to find out whether any recipe can fit.
+#: The smallest recipes. A plan always examines these recipes first, to find out whether any recipe can fit.
 SMALLEST = (("head",), ("last_stage",))
-#: Index of the memory method that is combined with stacks that train a part of the network or compute less. It is the
-#: near exact method that uses the least memory.
+#: Index of the memory method that is combined with recipes that train a part of the network or reduce the computation.
+#: Of the near exact methods, this method uses the least memory.
 _OF_STACKS = (3,)
 #: Indices of memory methods that are also examined with an optimizer that steps inside the backward pass.
 _IN_BACKWARD = (1, 2, 3, 6)
-#: Recipes of the optimizer axis: bits of the moments, True if the optimizer steps inside the backward pass, and
-#: exactness class.
+#: Recipes of the optimizer axis. Each recipe has the number of bits of the moments, True if the optimizer steps inside
+#: the backward pass, and an exactness class.
 _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (32, False, Exactness.EXACT),
     (32, True, Exactness.EXACT),
@@ -112,12 +112,12 @@ _OPTIMIZER: tuple[tuple[Literal[32, 8, 4], bool, Exactness], ...] = (
     (8, True, Exactness.NEAR),
     (4, True, Exactness.APPROXIMATE),
 )
-#: Exactness class of the optimizer by the bits of its moments.
+#: Exactness class of the optimizer for each number of bits of the moments.
 _OF_BITS = {32: Exactness.EXACT, 8: Exactness.NEAR, 4: Exactness.APPROXIMATE}
 
 
 def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: bool = True) -> list[Candidate]:
-    """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful ones.
+    """Return the recipes to examine for a run with `blocks` blocks: the smallest recipes, then the most useful recipes.
 
     All recipes contain the user's methods, which are listed in `chosen`. If `memory` is True, recipes with memory
     methods are included.
@@ -153,7 +153,7 @@ def candidates(config: Config, blocks: int, chosen: Sequence[str] = (), memory: 
 
 
 def _named(config: Config, chosen: Sequence[str]) -> Candidate:
-    """Return the recipe with the user's methods. It is exact only if each method is exact with its settings."""
+    """Return the recipe with the user's methods. The recipe is exact only if all methods are exact."""
     evidence = [_evidence(name, settings) for name, settings in config.method.items()]
     exact = all(evidence)
     exactness = Exactness.EXACT if exact else Exactness.UNKNOWN
@@ -216,7 +216,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
 
 
 def _stacks(blocks: int) -> Iterator[Candidate]:
-    """Yield the stacks of methods without a memory method. The first stack trains all parameters exactly."""
+    """Yield the recipes without a memory method. The first recipe trains all parameters exactly."""
     part, near = Exactness.PART, Exactness.APPROXIMATE
     upper = f"[{','.join(map(str, range(blocks // 2, blocks)))}]"
     yield Candidate(("full",), (), Exactness.EXACT, evidence=(EVIDENCE["full"],), row="full")
@@ -235,10 +235,10 @@ def _stacks(blocks: int) -> Iterator[Candidate]:
 
 
 def _with_optimizers(candidate: Candidate, config: Config, backward: bool) -> Iterator[Candidate]:
-    """Yield the recipe with each possible optimizer.
+    """Yield a copy of the recipe for each possible optimizer.
 
-    Optimizers that step inside the backward pass are included only if `backward` is True. If the user chose an
-    optimizer, it is not changed.
+    Optimizers that step inside the backward pass are included only if `backward` is True. An optimizer that the user
+    chose is not changed.
     """
     optim, trainer = config.optim, config.trainer
     own = Candidate(()).state_bits != optim.state_bits or optim.in_backward

@@ -35,7 +35,7 @@ class Closeness:
         self._plain = kind.network(config.model, images.num_classes).to(device)
         for name in view(self._plain).head:
             weight = getattr(self._plain.get_submodule(name), "weight", None)
-            if weight is not None and not weight.any():  # a head of zeros would block all gradients
+            if weight is not None and not weight.any():  # zero weights in the head block all gradients
                 torch.nn.init.trunc_normal_(weight, std=0.02)
         self._exact = step_gradients(self._plain, self._batch, seed=config.seed, task=self._task).gradients
         self._seed = config.seed
@@ -43,7 +43,7 @@ class Closeness:
     def cosine(self, config: Config) -> float | None:
         """Return the cosine between the gradients of the recipe and the exact gradients of the trained parameters.
 
-        The result is None if no parameter of the network is trained, or if the recipe cannot run a step.
+        Return None if no parameter of the network is trained, or if the recipe cannot run a step.
         """
         model, methods = copy.deepcopy(self._plain), build_methods(config)
         try:

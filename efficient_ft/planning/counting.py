@@ -34,7 +34,7 @@ class Counted:
             accumulated gradients.
         largest_bytes: size of the largest tensor that an operation creates.
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
-        flops: FLOPs of the step.
+        flops: number of FLOPs of the step.
         trainable: number of trainable parameters.
     """
 
@@ -47,31 +47,30 @@ class Counted:
 
     @property
     def peak_bytes(self) -> int:
-        """Counted peak in bytes, including the model, the batch and the optimizer's state."""
+        """Counted peak memory in bytes, including the model, the batch and the optimizer's state."""
         return self.resident_bytes + self.step_bytes
 
 
 class Counter:
-    """Count steps of recipes for the network that `config` names, with `num_classes` classes."""
+    """Count steps of recipes. `config` names the network, which has `num_classes` classes."""
 
     def __init__(self, config: Config, num_classes: int) -> None:
         self._config, self.classes = config, num_classes
         self._light = self.network().to("meta")
         self.blocks = len(view(self._light).blocks)
-        #: Number of parameters of the network.
         self.parameters = sum(p.numel() for p in self._light.parameters())
         self._found: dict[str, Counted] = {}
         self._shares: dict[int, float] = {}
 
     def network(self) -> nn.Module:
-        """Return a new network on the CPU, with random weights."""
+        """Return a new network with random weights on the CPU."""
         return kind_of(self._config).random_network(self._config.model, self.classes)
 
     def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
         """Count a step of the run `config`, which uses the network of this counter.
 
         Raises:
-            UserError: the methods cannot be built or applied to the network.
+            UserError: If the methods cannot be built or applied to the network.
         """
         plain = config.model_copy(update={"optim": config.optim.model_copy(update={"state_bits": 32})})
         key = plain.model_dump_json(include={"method", "optim", "trainer", "data"})
@@ -84,7 +83,7 @@ class Counter:
         return replace(counted, step_bytes=counted.step_bytes - counted.optimizer_bytes + small, optimizer_bytes=small)
 
     def _share(self, config: Config, bits: int) -> float:
-        """Return the size of the full optimizer state with `bits` bits, divided by its size with 32 bits."""
+        """Return the size of the full optimizer state with `bits` bits, divided by the size with 32 bits."""
         if bits not in self._shares:
             sizes = []
             for of in (32, bits):
@@ -110,7 +109,7 @@ class Counter:
                 steps = probe.watch(spec.batch_size, True, [(step, False) for step in range(probe.methods.cost_steps)])
             except UserError:
                 raise
-            except Exception:  # the model does not support fake tensors, see `executed`
+            except Exception:  # the model does not support fake tensors (see `executed`)
                 probe = Probe(self.network(), methods, spec, probe.build_optimizer)
                 probe.warm_up()
                 counted = count(probe)
@@ -135,7 +134,7 @@ class Counter:
 
 
 class RunPhases:
-    """Compute the memory demand of recipes from their counts and from the shared demand of evaluation and reading.
+    """Compute the memory demand of recipes from their counts. All recipes share the demand of evaluation and reading.
 
     Evaluation is counted once for each batch size, on the network without methods. `base` is the run without a recipe.
     """

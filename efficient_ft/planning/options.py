@@ -11,12 +11,12 @@ from pathlib import Path
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.counting import Counted
 
-#: Minimum cosine between a gradient and the exact gradient for which the gradient counts as near exact.
+#: A gradient counts as near exact if its cosine with the exact gradient is at least this value.
 CLOSE = 0.98
 #: Recipes whose step times differ by less than this factor count as equally fast.
 _TIE = 1.03
-#: JSON file with accuracy losses relative to full fine-tuning, in percentage points. It maps row -> study -> loss and
-#: is written by `scripts/docs.py --record lost`.
+#: JSON file with accuracy losses relative to full fine-tuning, in percentage points. The file maps each row to a dict
+#: from studies to losses. `scripts/docs.py --record lost` writes the file.
 _STUDIES = Path(__file__).with_name("studies.json")
 
 
@@ -29,19 +29,18 @@ class Option:
         arguments: all command-line arguments of the run.
         exactness: declared or measured exactness class of the updates.
         counted: counts of a step.
-        process_bytes: predicted peak memory of the process or, on a GPU, predicted peak of the memory reserved on the
-            device.
-        measured_bytes: the same peak, measured in a trial of the recipe, or None if there was no trial.
-        step_seconds: time of an optimizer step in seconds, or None if it was neither measured nor estimated.
+        process_bytes: predicted peak memory of the process or, on a GPU, predicted peak memory reserved on the device.
+        measured_bytes: peak memory measured in a trial of the recipe, or None if there was no trial.
+        step_seconds: time of an optimizer step in seconds, or None if the time was neither measured nor estimated.
         timed: True if the step was timed on this machine. Otherwise, the time is estimated from FLOPs.
-        fingerprint: fingerprint of the run's configuration, which identifies its results.
-        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images. It
-            is 1 if the recipe is exact, and None if it was not measured.
+        fingerprint: fingerprint of the run's configuration. The fingerprint identifies the results of the run.
+        cosine: cosine between the gradient and the exact gradient of the trained parameters, on the user's images. The
+            cosine is 1 if the recipe is exact, and None if the cosine was not measured.
         added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
-        points_lost: loss of test accuracy relative to full fine-tuning, in percentage points, by study. The recipe was
-            studied without its memory method.
+        points_lost: a dict from studies to the loss of test accuracy relative to full fine-tuning, in percentage
+            points. The recipe was studied without its memory method.
         on_front: True if the option is on the Pareto front of peak, step time and exactness.
     """
 
@@ -62,12 +61,12 @@ class Option:
 
     @property
     def choice(self) -> Exactness:
-        """Exactness class by which options are ordered: the class of the parts that the plan chooses."""
+        """Exactness class of the methods and the optimizer that the plan chooses. Options are ordered by this class."""
         return self.exactness if self.added is None else self.added
 
     @property
     def peak_bytes(self) -> int:
-        """Measured peak of the process if there was a trial, otherwise the predicted peak."""
+        """Peak memory measured in a trial, or the predicted peak memory if there was no trial."""
         return self.process_bytes if self.measured_bytes is None else self.measured_bytes
 
     @property
@@ -88,9 +87,9 @@ class Excluded:
     Attributes:
         name: name in tables.
         reason: reason why the recipe is excluded.
-        process_bytes: budget that the recipe needs, or None if it was not counted.
+        process_bytes: budget that the recipe needs, or None if the recipe was not counted.
         exactness: exactness class of the updates, or None if the recipe was not counted.
-        examined: False if the planning time limit was reached first. In this case, the recipe might be usable.
+        examined: False if planning reached the time limit before this recipe. In this case, the recipe might be usable.
     """
 
     name: str
@@ -107,17 +106,18 @@ def _lost() -> dict[str, dict[str, float]]:
 
 
 def points_lost(row: str | None) -> dict[str, float]:
-    """Return the loss of test accuracy relative to full fine-tuning, in percentage points, by study of this project.
+    """Return the losses of test accuracy relative to full fine-tuning, in percentage points, keyed by study.
 
-    Losses are negative if the recipe is better. If the recipe was not studied, the result is empty.
+    A loss is negative if the recipe is better than full fine-tuning. If the recipe was not studied, the result is
+    empty.
     """
     return {} if row is None else dict(_lost().get(row, {}))
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:
-    """Return a copy of an inexact option with its measured `cosine`, and with the exactness class that follows from it.
+    """Return a copy of an inexact option with the measured `cosine` and the resulting exactness class.
 
-    If `cosine` is None, the option is not changed. `whole` is True if all parameters of the network are trained.
+    If `cosine` is None, the option is returned unchanged. `whole` is True if all parameters of the network are trained.
     """
     if cosine is None:
         return option
@@ -135,7 +135,7 @@ def preference(option: Option) -> tuple[int, float, int]:
 
 
 def with_front(options: list[Option]) -> list[Option]:
-    """Mark the options on the Pareto front of peak, step time and exactness."""
+    """Return copies of the options, and mark those on the Pareto front of peak memory, step time and exactness."""
 
     def values(o: Option) -> tuple[float, float, float]:
         loss = float(o.choice) if o.cosine is None else float(o.choice) + (1 - o.cosine) / 2

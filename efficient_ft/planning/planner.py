@@ -1,10 +1,10 @@
 """Find the recipes of a run that fit a memory budget, and recommend one.
 
 Every candidate is counted on fake tensors, and the memory of its process is predicted from the counts. The preferred
-candidates that fit are timed on this machine. The times of the others are estimated from FLOPs. If weights and images
-are available, the cosine between the gradient and the exact gradient is measured on the user's images. Losses of
-accuracy come from finished studies. The recommended recipe runs for a few steps in a separate process, which measures
-its memory and time.
+candidates that fit are timed on this machine. The times of the other candidates are estimated from FLOPs. If weights
+and images are available, the cosine between the gradient and the exact gradient is measured on the user's images.
+Losses of accuracy come from finished studies. The recommended recipe runs for a few steps in a separate process, which
+measures the memory and the time.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.trainer import on_device
 
-#: Function that returns the checked configuration of a run. Its argument contains settings as on the command line.
+#: Function that returns the checked configuration of a run. The argument is a list of settings, as on the command line.
 Configure = Callable[[Sequence[str]], Config]
-#: Function that tries a recipe in a separate process, see `timing.try_recipe`. It receives the command-line arguments,
-#: the number of classes and a limit in seconds, and raises a UserError if the process fails.
+#: Function that tries a recipe in a separate process (see `timing.try_recipe`). The function receives the command-line
+#: arguments, the number of classes and a limit in seconds, and raises a UserError if the process fails.
 Attempt = Callable[[Sequence[str], int, float], Trial]
 
-#: Assumed number of classes if there are no images. ImageNet has the same number.
+#: Assumed number of classes if there are no images. ImageNet has the same number of classes.
 _UNKNOWN_CLASSES = 1000
-#: Safety factors: the predicted growth, or the growth measured in a trial, times its factor must fit the budget.
+#: Safety factors for the predicted growth and for the growth measured in a trial. The product of the growth and its
+#: factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Default planning time in seconds, and its fractions for counting, timing and comparing gradients. The rest is left
-#: for starting and for trials.
+#: Default planning time in seconds, and the fractions of this time for counting, timing and comparing gradients. The
+#: remaining time is for startup and trials.
 PLANNING = 60.0
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
-#: Maximum time of a timed step in seconds, for most recipes and for the recommended one. If a step would take longer,
-#: it is timed with a part of its batch.
+#: Maximum time of a timed step in seconds, for most recipes and for the recommended recipe. If a step would take
+#: longer, only a part of the batch is used.
 _STEP, _FINAL_STEP = 0.7, 4.0
-#: Maximum time of a trial and of a step in a trial, in seconds, and the maximum number of trials of a plan.
+#: Maximum time of a trial in seconds, maximum time of a step in a trial, and maximum number of trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
 
 
@@ -83,7 +84,7 @@ class Plan:
     """Result of planning.
 
     Attributes:
-        memory_bytes: budget, i.e. the smaller of the requested budget and the memory of the machine or container.
+        memory_bytes: the requested budget or the memory of the machine or container, whichever is smaller.
         asked_bytes: requested budget.
         base_bytes: memory of the process before the model is created (interpreter and libraries).
         allocator: allocator of the process.
@@ -123,7 +124,7 @@ class Plan:
         return len(self.options) + len(self.excluded) - len(self.not_examined)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the attributes for JSON."""
+        """Return the attributes as a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -132,7 +133,7 @@ class Examined:
     """Recipe that has just been examined.
 
     Attributes:
-        number: number of the recipe, from 1.
+        number: number of the recipe, counted from 1.
         of: total number of recipes.
         name: name of the recipe.
         needed_bytes: budget that the recipe needs, or None if the recipe cannot be used with this network.
@@ -158,13 +159,14 @@ def make_plan(
 ) -> Plan:
     """Plan a run, as described at the top of this module.
 
-    `settings` are the settings of the run. They contain methods only if `chosen` lists options of the group ``method``,
-    which every recipe keeps. If `attempt` is given, it tries the recommended recipe. `say` is called with a description
-    of the current step of planning, and `ready` is called with each examined recipe.
+    `settings` are the settings of the run. If the settings contain methods, `chosen` must list them as options of the
+    group ``method``. Every recipe keeps these methods. If `attempt` is given, the function is called to try the
+    recommended recipe. `say` is called with a description of the current step of planning, and `ready` is called with
+    each examined recipe.
 
     Raises:
-        UserError: a setting cannot be used, or the model cannot be built.
-        SettingError: the budget is smaller than the weights, or a time budget is given without images.
+        UserError: If a setting cannot be used, or the model cannot be built.
+        SettingError: If the budget is smaller than the weights, or a time budget is given without images.
     """
     began, seconds, memory_bytes = clock.perf_counter(), limits.planning_seconds, limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
@@ -223,7 +225,7 @@ def make_plan(
 
 @dataclass
 class _Planner:
-    """Steps of planning, and the state that they share."""
+    """Steps of planning and their shared state."""
 
     settings: list[str]
     configure: Configure
@@ -250,7 +252,8 @@ class _Planner:
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
         """Count the candidates until a deadline.
 
-        The deadline is the first of `times`, or the second one while none of the fitting candidates can be recommended.
+        The deadline is the first value of `times`. If none of the candidates that fit can be recommended, the deadline
+        is the second value.
 
         Returns:
             The usable candidates with their options, and the excluded candidates.
@@ -261,9 +264,9 @@ class _Planner:
         for number, candidate in enumerate(todo, start=1):
             late = clock.perf_counter() > times[0 if enough else 1]
             if late and found and candidate.methods not in SMALLEST:
-                excluded.append(Excluded(candidate.name, "not examined: planning time limit reached", examined=False))
+                excluded.append(Excluded(candidate.name, "The planning time limit was reached.", examined=False))
                 continue
-            say(f"counting {candidate.name} ({number} of {len(todo)})")
+            say(f"counting the recipe {candidate.name} ({number} of {len(todo)})")
             try:
                 option = self.option(candidate)
             except UserError as error:
@@ -274,7 +277,8 @@ class _Planner:
                 self._refuse_too_little(memory_bytes, option)
             found.append((candidate, option))
             fits = self.fits(option, memory_bytes)
-            # The cosine of a method of unknown exactness is measured later, and the method can then be recommended.
+            # If the exactness of a recipe is unknown, its cosine is measured later. The recipe can be recommended after
+            # this measurement.
             measurable = option.exactness is Exactness.UNKNOWN
             enough = enough or (fits and (measurable or choose([option]) is not None))
             ready(Examined(number, len(todo), option.name, self.bound(option), fits))
@@ -285,7 +289,7 @@ class _Planner:
     def fitting(
         self, found: Sequence[tuple[Candidate, Option]], memory_bytes: int, split_batch: bool
     ) -> list[tuple[Candidate, Option]]:
-        """Return the candidates that fit. If none is exact, candidates that fit with a split batch are added."""
+        """Return the candidates that fit. If no exact candidate fits, candidates with a split batch are added."""
         fits = [pair for pair in found if self.fits(pair[1], memory_bytes)]
         if not split_batch or any(option.exactness is Exactness.EXACT for _, option in fits):
             return fits
@@ -298,7 +302,7 @@ class _Planner:
         return fits
 
     def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
-        """Reject a budget that the process exceeds before its first step with any recipe."""
+        """Raise a SettingError if the process exceeds the budget before the first step."""
         weights = self.base_bytes + option.counted.resident_bytes
         if weights > memory_bytes:
             raise SettingError(
@@ -345,7 +349,7 @@ class _Planner:
         return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
 
     def _growth(self, option: Option) -> int:
-        """Return the growth of the process in a step, without the model and the batch."""
+        """Return the growth of the process memory in a step, without the model and the batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option, memory_bytes: int) -> bool:
@@ -355,7 +359,7 @@ class _Planner:
     def with_times(
         self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
     ) -> list[tuple[Candidate, Option]]:
-        """Time the preferred options until the deadline, and estimate the times of the others from FLOPs."""
+        """Time the preferred options until the deadline, and estimate the times of the other options from FLOPs."""
         order = sorted(fitting, key=lambda pair: _rough(*pair))
         best_of: dict[Exactness, list[tuple[Candidate, Option]]] = {}
         for pair in order:
@@ -392,7 +396,7 @@ class _Planner:
         attempt: Attempt | None,
         say: Callable[[str], None],
     ) -> tuple[str | None, list[Option], list[Excluded]]:
-        """Try the best option in a separate process. If it exceeds the budget, try the next one.
+        """Try the best option in a separate process. If the option exceeds the budget, try the next option.
 
         Returns:
             The name of the recommended option, the options that fit, and the options that were excluded.
@@ -411,7 +415,7 @@ class _Planner:
             try:
                 trial = attempt(best.arguments, self.counter.classes, seconds)
             except UserError as error:
-                refused.append(Excluded(best.name, f"its trial failed: {first_line(error)}"))
+                refused.append(Excluded(best.name, f"the trial failed: {first_line(error)}"))
                 options = [option for option in options if option != best]
                 continue
             tried = replace(
@@ -432,8 +436,9 @@ class _Planner:
     def above_budget(self, option: Option) -> Excluded:
         """Convert an option that exceeds the budget to an excluded recipe."""
         bound = self.bound(option)
-        how = "may use" if option.measured_bytes is None else "used, in a trial and including a margin,"
-        return Excluded(option.name, f"its process {how} {format_bytes(bound)}", bound, option.exactness)
+        measured = f"the process used {format_bytes(bound)} in a trial, including a margin"
+        reason = f"the process may use {format_bytes(bound)}" if option.measured_bytes is None else measured
+        return Excluded(option.name, reason, bound, option.exactness)
 
     def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
         """Return the time limit of a trial in seconds, or None if steps take too long or too little memory is free."""
@@ -479,5 +484,5 @@ class _Planner:
 
 
 def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Return the sort key of an option without a time: exactness class, then FLOPs."""
+    """Return the sort key of an option that has not been timed: exactness class, then FLOPs."""
     return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)

@@ -26,24 +26,24 @@ CLASSES = {
 def plan_text(plan: Plan, *, every: bool = False, columns: Sequence[str] = ()) -> str:
     """Return the table of the options, the recommendation, and the excluded recipes with reasons.
 
-    If `every` is True, all options are shown instead of the Pareto front of peak, step time and exactness. `columns` is
-    described in `core.sheet.render`.
+    If `every` is True, all options are shown instead of the Pareto front of peak, step time and exactness. See
+    `core.sheet.render` for `columns`.
     """
     where = "the GPU" if plan.device.startswith("cuda") else "the process"
     lines = [
-        f"Budget: memory={bytes_setting(plan.memory_bytes)} ({format_bytes(plan.memory_bytes)}) for {where}"
-        + (f", of which the interpreter and libraries use {format_bytes(plan.base_bytes)}" if plan.base_bytes else "")
-        + f"; allocator: {plan.allocator}."
+        f"The budget for {where} is memory={bytes_setting(plan.memory_bytes)} ({format_bytes(plan.memory_bytes)})"
+        + (f". The interpreter and the libraries use {format_bytes(plan.base_bytes)}" if plan.base_bytes else "")
+        + f". The allocator is {plan.allocator}."
     ]
     if plan.memory_bytes < plan.asked_bytes:
         lines.append(
-            f"{format_bytes(plan.asked_bytes)} were requested, but this machine or its container has only"
-            f" {format_bytes(plan.memory_bytes)}, which is used as the budget."
+            f"The requested budget is {format_bytes(plan.asked_bytes)}, but this machine or its container has only"
+            f" {format_bytes(plan.memory_bytes)}. The smaller value is used as the budget."
         )
     texts = ["\n".join(map(paragraph, lines))]
     shown = [option for option in plan.options if every or option.on_front or option == plan.recommended]
     if shown:
-        which = "" if every else ", on the Pareto front of peak, time and exactness (--all shows every recipe)"
+        which = "" if every else " and are on the Pareto front of peak, time and exactness (--all shows all recipes)"
         texts += [f"{paragraph(f'Recipes that fit{which}:')}\n{_table(shown, plan, columns)}", _legend(shown)]
     texts += ["\n".join(_recommendation(plan)), *_excluded(plan)]
     return "\n\n".join([*texts, f"Planned in {format_seconds(plan.seconds)}."])
@@ -63,20 +63,20 @@ def _legend(shown: Sequence[Option]) -> str:
     return "\n".join(
         paragraph(line)
         for line in (
-            "peak: peak memory of the process. counted: memory of its live tensors. Values with ≈ are predicted, peaks"
-            " from the count and times from FLOPs. The other values are measured on this machine"
-            + (": the recommended recipe ran for a few steps in a separate process." if tried else "."),
-            "cosine: cosine between the gradient and the exact gradient of the trained parameters, on images of the"
-            " run. A class without a measured cosine is declared by the methods."
-            + (f" Evidence for exact: {'; '.join(evidence)}." if evidence else ""),
-            "lost: loss of test accuracy relative to full fine-tuning, in percentage points, without the memory method"
-            " (smallest to largest loss in finished studies of small networks). –: not studied.",
+            "peak: peak memory of the process. counted: peak memory of the live tensors. Values with ≈ are predictions:"
+            " peaks are predicted from the count, and times from FLOPs. The other values are measured on this machine."
+            + (" The recommended recipe ran for a few steps in a separate process." if tried else ""),
+            "cosine: cosine similarity between the gradient and the exact gradient of the trained parameters, on images"
+            " of the run. If the cosine is not measured, the methods declare the class."
+            + (f" Evidence that recipes are exact: {'; '.join(evidence)}." if evidence else ""),
+            "lost: loss of test accuracy relative to full fine-tuning, in percentage points. The range covers finished"
+            " studies of small networks without the memory method. The sign – means that the recipe was not studied.",
         )
     )
 
 
 def _recommendation(plan: Plan) -> list[str]:
-    """Return the recommended recipe, its command and the number of compared recipes, or why there is none."""
+    """Return lines with the recommended recipe and its command, or with the reason why no recipe is recommended."""
     left = len(plan.not_examined)
     if plan.recommended is not None:
         lines = wrapped(f"Recommended: {plan.recommended.name}", terminal_width(), "  ")
@@ -87,7 +87,7 @@ def _recommendation(plan: Plan) -> list[str]:
         elif len(plan.options) == 1:
             lines.append(
                 paragraph(
-                    f"The recommendation is based on one recipe: only this one of the {plan.examined} examined recipes"
+                    f"The recommendation is based on one recipe: only one of the {plan.examined} examined recipes"
                     f" fits{f' ({plan.examined + left} recipes in total)' if left else ''}.{_more(plan)}"
                 )
             )
@@ -99,7 +99,7 @@ def _recommendation(plan: Plan) -> list[str]:
     which = "No recipe fits" if not left else f"None of the {plan.examined} examined recipes fits"
     return [
         _broken(
-            f"{which}. The smallest sufficient budget is {bytes_setting(plan.smallest_bytes)}, with {plan.smallest}."
+            f"{which}. The smallest sufficient budget is {bytes_setting(plan.smallest_bytes)} (recipe {plan.smallest})."
             " Increase the budget, choose a smaller data.batch_size, model.image_size or model, or set split=true."
         )
     ]
@@ -111,7 +111,7 @@ def _more(plan: Plan) -> str:
     if not left:
         return ""
     minutes = max(math.ceil(plan.planning_seconds / 60 * (1 + 1.5 * left / plan.examined)), 1)
-    return f" --planning-time {minutes}m examines more."
+    return f" To examine more recipes, use --planning-time {minutes}m."
 
 
 def _command(words: Sequence[str]) -> list[str]:
@@ -127,7 +127,7 @@ def _command(words: Sequence[str]) -> list[str]:
 
 
 def _excluded(plan: Plan) -> list[str]:
-    """Return texts that list the recipes that are not possible, by reason, and the recipes that were not examined."""
+    """Return lists of the recipes that are not possible, by reason, and of the recipes that were not examined."""
     texts = []
     impossible = [one for one in plan.excluded if one.examined]
     if impossible:
@@ -172,29 +172,29 @@ def _span(sizes: Sequence[int], budget: int) -> str:
 
 
 def _none_allowed(plan: Plan) -> list[str]:
-    """Explain why none of the recipes that fit is recommended, and which limits would allow one."""
+    """Return lines that explain why no recipe is recommended, and which limits would allow a recipe."""
     lines = ["None of these recipes is within the limits of time and loss."]
     if any(option.choice <= Exactness.NEAR for option in plan.options):
-        return [*lines, "The exact and near exact recipes take too long: time=LONGER allows them."]
+        return [*lines, "The exact and near exact recipes take too long. Increase time=TIME to allow these recipes."]
     known = {o.name: max(o.points_lost.values()) for o in plan.options if o.points_lost}
     if known:
         name = min(known, key=known.__getitem__)
         points = math.ceil(10 * known[name]) / 10
-        lines.append(f"Of the studied recipes, {name} loses the least: loss={points:g} allows it.")
+        lines.append(f"Of the studied recipes, {name} has the smallest loss. Set loss={points:g} to allow this recipe.")
     if len(known) < len(plan.options):
-        lines.append("Recipes without a study are not recommended; --json FILE writes the command of each recipe.")
+        lines.append("Recipes without a study are not recommended. --json FILE writes the command of each recipe.")
     exact = [e for e in plan.excluded if e.exactness is not None and e.exactness <= Exactness.NEAR]
     if exact:
         least = min(exact, key=lambda e: e.process_bytes or 0)
         assert least.exactness is not None
         assert least.process_bytes is not None
         kind = CLASSES[least.exactness]
-        lines.append(f"memory={bytes_setting(least.process_bytes)} allows a recipe that is {kind}: {least.name}.")
+        lines.append(f"Set memory={bytes_setting(least.process_bytes)} to allow the {kind} recipe {least.name}.")
     return lines
 
 
 def _cosine(option: Option) -> str:
-    """Format the cosine. It is unknown for the user's methods until it is measured."""
+    """Format the cosine. The cosine of the user's methods is unknown until it is measured."""
     if option.exactness is Exactness.EXACT:
         return "1"
     if option.cosine is None:

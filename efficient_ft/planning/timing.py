@@ -21,7 +21,7 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.trainer import on_device, use_channels_last
 
-#: Maximum number of timed steps, for a plan and in a trial.
+#: Maximum number of timed steps in a plan and in a trial.
 STEPS, TRIAL_STEPS = 8, 60
 #: A trial ends early after this time in seconds and this number of steps. Several steps are needed, because the process
 #: grows during the first steps.
@@ -35,7 +35,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
     provides the network. No further step begins after `max_seconds`.
 
     Raises:
-        UserError: the methods cannot be built or applied to the network.
+        UserError: If the methods cannot be built or applied to the network.
     """
     with undisturbed([device] if device.type == "cuda" else []):
         step = _training_step(config, counter.network(), device, images)
@@ -44,7 +44,7 @@ def step_seconds(config: Config, counter: Counter, device: torch.device, images:
             step()
         passes, updates = [], []
         start = time.perf_counter()
-        for number in range(STEPS + 1):  # the first step is slower: memory is allocated, and kernels are compiled
+        for number in range(STEPS + 1):  # the first step is slower, because it allocates memory and compiles kernels
             if number > 1 and time.perf_counter() - start > max_seconds:
                 break
             wait()
@@ -68,8 +68,8 @@ class Trial:
     """Memory and time of a recipe's optimizer steps, measured in a separate process.
 
     Attributes:
-        peak_bytes: peak size of the process minus its size before the model is created or, on a GPU, memory reserved
-            on the device.
+        peak_bytes: peak memory of the process minus its memory before the model is created or, on a GPU, peak memory
+            reserved on the device.
         step_seconds: median time of the measured steps in seconds.
         steps: number of measured steps.
     """
@@ -82,11 +82,11 @@ class Trial:
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     """Run optimizer steps with full batches, and measure their time and the memory of this process.
 
-    The process must not have run other steps, because memory kept by the allocator would hide the growth. After one
+    The process must not have run other steps, because memory that the allocator keeps would hide the growth. After one
     measured step, no further step begins after `max_seconds`.
 
     Raises:
-        UserError: the methods cannot be built or applied to the network.
+        UserError: If the methods cannot be built or applied to the network.
     """
     device = on_device(config)
     interpreter = settled_bytes()
@@ -118,6 +118,6 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
 
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:
-    """Return a run's training step with at most `images` images, and apply its methods to `network`."""
+    """Return a run's training step with at most `images` images, and apply the run's methods to `network`."""
     batch_size = min(images, config.data.batch_size)
     return build_step(config, network, device, batch_size, use_channels_last(config, device))

@@ -1,8 +1,8 @@
-"""The files of a run folder: their formats, and functions that read and write them.
+"""Formats of the files in a run folder, and functions that read and write these files.
 
-* ``config.yaml``: the checked configuration (`config_file`).
-* ``metrics.jsonl``: one row per logged step and per epoch; ``metrics.csv`` contains the same rows as a table (`rows`).
-* ``step_stats.jsonl``: one row per recorded optimizer step, if `step_stats.interval` is set (`step_stats`).
+* ``config.yaml``: the validated configuration (`config_file`).
+* ``metrics.jsonl``: one row for each logged step and epoch (`rows`). ``metrics.csv`` contains the same rows.
+* ``step_stats.jsonl``: one row for each recorded optimizer step, if `step_stats.interval` is set (`step_stats`).
 * ``results.json``: the results of a finished run (`results`).
 
 This package imports neither training code nor models, so that every tool that reads runs can import it.

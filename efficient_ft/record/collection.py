@@ -1,4 +1,4 @@
-"""Collect many runs in a table with one row per run, or with means over runs that differ only in their seed."""
+"""Tables of many runs, with one row for each run or with the means of runs that differ only in their seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import Results, flatten, images_digest, read_results
 
-#: Settings that have their own columns or do not affect results, and prefixes of such settings.
+#: Settings and prefixes of settings that `varying` omits, because they have other columns or do not affect results.
 _OWN = ("seed", "model.name", "data.name", "resume", "jobs", "job_timeout", "table", "rows", "evaluate", "cost_only",
         "published")  # fmt: skip
 _PLACES = ("logger.", "cost.", "step_stats.", "data.num_workers", "data.download", "trainer.progress",
@@ -32,10 +32,11 @@ class Run:
     """A finished run.
 
     Attributes:
-        folder: name of the run in tables and messages, relative to the collected folder.
+        folder: path of the run folder relative to the collected folder. Tables and messages use this path as the name
+            of the run.
         path: path of the run folder.
-        group: key shared by runs that differ only in their seed. Runs on different images, for example another
-            resolution of a data set, have different keys.
+        group: key that is equal for runs that differ only in their seed. Runs on different images have different keys,
+            even if only the resolution of a data set differs.
     """
 
     folder: str
@@ -46,7 +47,7 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the run by full name."""
+        """Return a dict from the full names of the settings to their values."""
         return flatten(self.config.model_dump(mode="json"))
 
     @property
@@ -56,7 +57,7 @@ class Run:
 
     @property
     def data(self) -> str:
-        """Return the name of the data set or of the user's image folder. With several tasks, join their names."""
+        """Return the name of the data set or of the user's image folder, or the names of all tasks, joined by "+"."""
         if self.config.tasks:
             return "+".join(self.config.tasks)
         return Path(self.config.data.root).name if self.config.data.name == "folder" else self.config.data.name
@@ -64,9 +65,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Collection:
-    """Finished runs in the order of their folders.
+    """Collection of finished runs, sorted by their folders.
 
-    `ignored` contains the reason for each ignored folder, and `copies` contains the original of each copied folder.
+    `ignored` maps each ignored folder to the reason, and `copies` maps each copied folder to the original folder.
     """
 
     runs: tuple[Run, ...]
@@ -75,28 +76,28 @@ class Collection:
 
 
 def collect(folder: Path, read: Callable[[int, int], None] = lambda done, of: None) -> Collection:
-    """Read all runs below `folder`. `Collection.ignored` lists runs that cannot be read.
+    """Read all runs in `folder` and its subfolders. `Collection.ignored` lists runs that cannot be read.
 
-    `read` is called after each run folder with the number of folders read so far and the total number.
+    After each run folder, `read` is called with the number of folders read so far and the total number.
 
     Raises:
-        UserError: If the folder does not exist, or contains no readable run.
+        UserError: If the folder does not exist or contains no readable run.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder. Pass a folder that contains run folders, e.g. outputs.")
+        raise UserError(f"The folder {folder} does not exist. Pass a folder with run folders, for example outputs.")
     marks = (results.NAME, config_file.NAME)
     found = sorted({file.parent for mark in marks for file in folder.rglob(mark) if ".hydra" not in file.parts})
     collection = collect_runs(folder, found, read)
     if not collection.runs:
         first = next(iter(collection.ignored.values()), "it contains no run folder")
-        raise UserError(f"{folder} contains no finished run of this version: {first}")
+        raise UserError(f"The folder {folder} contains no finished run of this version: {first}")
     return collection
 
 
 def collect_runs(
     folder: Path, runs: Sequence[Path], read: Callable[[int, int], None] = lambda done, of: None
 ) -> Collection:
-    """Read the folders `runs`, and name them relative to `folder`. Runs that cannot be read are ignored."""
+    """Read the run folders `runs`, and name each run by its path relative to `folder`. Unreadable runs are ignored."""
     found, ignored = [], {}
     for number, run in enumerate(runs, start=1):
         name = run.relative_to(folder).as_posix()
@@ -110,7 +111,7 @@ def collect_runs(
 
 
 def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
-    """Return the runs without copied run folders, and the original folder of each copy."""
+    """Return the runs that are not copies of other runs, and a dict from copied folders to their originals."""
     first: dict[str, Run] = {}
     copies = {}
     for run in runs:
@@ -121,10 +122,8 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs with corrected groups.
-
-    A run without an image digest is assigned to the group with the same settings. If runs with these settings used
-    different images, the run remains in a separate group.
+    """Return the runs, and assign each run without an image digest to a group with the same settings. If several groups
+    with the same settings used different images, the run remains in a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}
@@ -140,7 +139,7 @@ def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
 
 
 def write_tables(collection: Collection, path: Path) -> list[Path]:
-    """Write one row per run to ``PATH.csv`` and ``PATH.json``, and means over the seeds to ``PATH.md``."""
+    """Write one row for each run to ``PATH.csv`` and ``PATH.json``, and means over the seeds to ``PATH.md``."""
     header, rows = run_rows(collection)
     means, mean_rows = group_rows(collection)
     table = render(means, mean_rows, "markdown", left=means.index("seeds") + 1)
@@ -161,7 +160,7 @@ def _run(name: str, path: Path, found: Results) -> Run:
     return Run(name, path, found, config, f"{settings} {images_digest(found['data'])}")
 
 
-#: Functions that return the numbers of a run, by column: accuracies in percent, costs per image, and totals.
+#: Functions that return the value of a column for a run: accuracies in percent, costs per image, and totals.
 _NUMBERS: dict[str, Any] = {
     "test accuracy %": lambda r: _percent(r["accuracy"].get("test")),
     "best accuracy %": lambda r: _percent(r["accuracy"]["best"]),
@@ -184,20 +183,20 @@ def _percent(fraction: float | None) -> float | None:
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
-    """Return the settings that differ between `runs`, except seed, model, data and paths."""
+    """Return the names of the settings that differ between `runs`, except for the seed, model, data and paths."""
     flat = [run.settings for run in runs]
     names = dict.fromkeys(name for settings in flat for name in settings)
     given = {argument.partition("=")[0].lstrip("+") for run in runs for argument in run.results["arguments"]}
 
     def differs(name: str) -> bool:
-        # Runs lack the settings of methods that they do not use. A lacking setting differs only if a user has set it.
+        # Runs do not have settings of unused methods. Such a setting differs only if a user has set it in another run.
         return len({str(one.get(name, "")) for one in flat if name in one or name in given}) > 1
 
     return [n for n in names if n not in _OWN and not n.startswith((*_PLACES, "tasks.")) and differs(n)]
 
 
 def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and a row for each run: settings, accuracy, cost and totals."""
+    """Return the header, and one row for each run with settings, accuracy, cost and totals."""
     settings = varying(collection.runs)
     header = ["run", "method", "model", "data", "seed", *settings, "split", *_NUMBERS]
     rows: list[list[Cell]] = []
@@ -211,9 +210,8 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and one row for each group of runs that differ only in their seed.
-
-    A row contains the means over the runs, and the standard deviation of the test accuracy.
+    """Return the header, and one row for each group of runs that differ only in their seed. Each row contains the means
+    over the runs and the standard deviation of the test accuracy.
     """
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
@@ -232,7 +230,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def groups(runs: Iterable[Run]) -> list[list[Run]]:
-    """Return groups of runs that differ only in their seed, sorted by seed.
+    """Return groups of runs that differ only in their seed. The runs of a group are sorted by seed.
 
     For each seed, only the latest run is included.
     """
@@ -243,24 +241,24 @@ def groups(runs: Iterable[Run]) -> list[list[Run]]:
 
 
 def notes(collection: Collection, means: bool) -> list[str]:
-    """Return sentences about excluded runs and missing seeds. `means` is True for a table of means over the seeds."""
+    """Return sentences about excluded runs and missing seeds. `means` must be True for a table of means over seeds."""
     unfinished = [name for name, reason in collection.ignored.items() if "has not finished" in reason]
-    said = [f"Not included: {name}: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
+    said = [f"{name} is excluded: {reason}" for name, reason in collection.ignored.items() if name not in unfinished]
     if collection.copies:
         copies = ", ".join(f"{copy} (of {run})" for copy, run in collection.copies.items())
-        said.insert(0, f"Not included (copies of other runs): {copies}.")
+        said.insert(0, f"Copies of other runs are not included: {copies}.")
     if unfinished:
-        said.insert(0, f"Not included (running, interrupted or failed): {', '.join(unfinished)}.")
+        said.insert(0, f"Running, interrupted and failed runs are not included: {', '.join(unfinished)}.")
     names = [run.folder for run in collection.runs if run.config.trainer.limit_eval_batches is not None]
     if names:
-        said.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(names)}.")
+        said.append(f"Only some images were used for evaluation (trainer.limit_eval_batches): {', '.join(names)}.")
     first: dict[str, Run] = {}
     for group in groups(collection.runs):
         settings = group[0].group.partition(" ")[0]
         if (other := first.setdefault(settings, group[0])) is not group[0]:
             said.append(
-                f"{group[0].folder} and {other.folder} have the same settings but different images (data.root), so they"
-                " are not averaged."
+                f"The runs {group[0].folder} and {other.folder} have the same settings but different images"
+                " (data.root), so the runs are not averaged."
             )
     return [*said, *(repeated(collection) if means else []), *missing_seeds(collection)]
 
@@ -270,11 +268,11 @@ def repeated(collection: Collection) -> list[str]:
     kept = {(run.group, run.config.seed): run for group in groups(collection.runs) for run in group}
     pairs = [(run, kept[run.group, run.config.seed]) for run in collection.runs]
     names = [f"{run.folder} (replaced by {later.folder})" for run, later in pairs if run is not later]
-    return [f"Not included (a later run has the same settings and seed): {', '.join(names)}."] if names else []
+    return [f"Runs are excluded if a later run has the same settings and seed: {', '.join(names)}."] if names else []
 
 
 def missing_seeds(collection: Collection) -> list[str]:
-    """Return a sentence about groups that lack a seed of another group with the same model and data."""
+    """Return sentences about seeds that some, but not all, groups with the same model and data have."""
     every: dict[tuple[str, str], set[int]] = {}
     for run in collection.runs:
         every.setdefault((run.config.model.name, run.data), set()).add(run.config.seed)
@@ -283,7 +281,7 @@ def missing_seeds(collection: Collection) -> list[str]:
         seeds = every[group[0].config.model.name, group[0].data] - {run.config.seed for run in group}
         if absent := [str(seed) for seed in sorted(seeds)]:
             lacking.setdefault(", ".join(absent), []).append(f"{group[0].folder} ({group[0].method})")
-    return [f"No run with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]
+    return [f"These runs were not repeated with seed {seeds}: {', '.join(names)}." for seeds, names in lacking.items()]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:

@@ -1,4 +1,4 @@
-"""Read and write ``config.yaml`` in a run folder: the checked configuration as plain YAML."""
+"""Functions that read and write ``config.yaml``, which contains the validated configuration of a run as plain YAML."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
     """Read the configuration of the run in folder `run`.
 
     Args:
-        do: last sentence of the error message if the file is missing or damaged.
-        other_version: last sentence of the error message if another version wrote the file.
+        do: advice at the end of the error message if the file is missing or damaged.
+        other_version: advice at the end of the error message if another version wrote the file.
 
     Raises:
         OtherVersionError: If the file has settings that this version does not know.
@@ -39,16 +39,16 @@ def read_config(run: Path, do: str = START_AGAIN, other_version: str = START_AGA
         what = f"contains no {NAME}" if run.is_dir() else "is not a folder"
         raise UserError(f"{run} {what}. {do}") from error
     except ValueError as error:
-        raise UserError(f"{file} cannot be read: it is not valid YAML. {do}") from error
+        raise UserError(f"The file {file} cannot be read: it is not valid YAML. {do}") from error
     if not isinstance(plain, dict):
-        raise UserError(f"{file} cannot be read: it is not a mapping. {do}")
+        raise UserError(f"The file {file} cannot be read: it does not contain a mapping. {do}")
     try:
         return check(plain)
     except UnknownSetting as error:
-        reason = f"it has the setting {error.setting}, unknown to this version"
+        reason = f"it has the setting {error.setting}, which is unknown to this version"
         raise OtherVersionError(file, reason, other_version) from error
     except (UserError, TypeError, AttributeError) as error:
         missing = [name for name, field in Config.model_fields.items() if field.is_required() and name not in plain]
         if missing:
-            raise UserError(f"{file} cannot be read: it is incomplete, without the entry {missing[0]}. {do}") from error
-        raise UserError(f"{file} cannot be read: {error} {do}") from error
+            raise UserError(f"The file {file} cannot be read: the entry {missing[0]} is missing. {do}") from error
+        raise UserError(f"The file {file} cannot be read: {error} {do}") from error

@@ -1,4 +1,4 @@
-"""Measure energy with the counters of NVIDIA GPUs, and with the counters of processors on Linux (RAPL)."""
+"""Energy measurement with the counters of NVIDIA GPUs, and with the counters of processors on Linux (RAPL)."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-#: Folder of the energy counters of processor packages on Linux, in µJ. On many machines, only root may read them.
+#: Folder of the energy counters of processors on Linux, in µJ. On many machines, only root may read the counters.
 POWERCAP = Path("/sys/class/powercap")
 
 
 class EnergyMeter:
-    """Measure the energy in joules that the whole machine has used since `start`, including other programs.
+    """Meter for the energy that the whole machine has used since `start`, including other programs.
 
     Args:
-        gpu: index of the CUDA device that the run uses, or None without a GPU.
+        gpu: index of the CUDA device that the run uses, or None if the run does not use a GPU.
 
     Attributes:
-        source: names of the counters, e.g. ``"processor packages and GPU"``, or None if no counter is readable.
+        source: names of the counters, such as ``"processor packages and GPU"``, or None if no counter is readable.
     """
 
     def __init__(self, gpu: int | None = None) -> None:
@@ -42,9 +42,8 @@ class EnergyMeter:
 
     @property
     def joules(self) -> float | None:
-        """Return the energy since `start` in joules, or None if no counter is readable.
-
-        Read this property every few minutes, since the counters wrap around.
+        """Energy that has been used since `start`, in joules, or None if no counter is readable. Read this property
+        every few minutes, because the counters wrap around.
         """
         if self.source is None:
             return None
@@ -58,7 +57,7 @@ class EnergyMeter:
 def _packages() -> list[Callable[[], float]]:
     counters: list[Callable[[], float]] = []
     for folder in sorted(POWERCAP.glob("intel-rapl:*")):
-        if folder.name.count(":") != 1:  # The energy of a package includes its parts.
+        if folder.name.count(":") != 1:  # The energy of a package includes the energy of its parts.
             continue
         file = folder / "energy_uj"
         with contextlib.suppress(OSError, ValueError):
@@ -70,18 +69,18 @@ def _packages() -> list[Callable[[], float]]:
 def _joules(file: Path) -> float:
     with contextlib.suppress(OSError, ValueError):
         return int(file.read_text()) / 1e6
-    return math.nan  # NaN: `EnergyMeter.joules` skips the adjacent intervals.
+    return math.nan  # NaN: `EnergyMeter.joules` skips intervals that begin or end with NaN.
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:
-    """Return the energy counter of a GPU if pynvml is installed and the GPU supports it (Volta and later)."""
+    """Return the energy counter of a GPU, or None without pynvml or if the GPU has no counter (before Volta)."""
     try:
         import pynvml
 
         pynvml.nvmlInit()
         handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
-    except Exception:  # pynvml, the driver or the counter is missing; the exceptions differ
+    except Exception:  # different exceptions are raised if pynvml, the driver or the counter is missing
         return None
 
     def joules() -> float:

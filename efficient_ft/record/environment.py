@@ -1,4 +1,4 @@
-"""Describe the environment of a measurement: versions, device, threads and load."""
+"""Description of the environment of a measurement: versions, device, threads and load."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from efficient_ft import __version__
 if TYPE_CHECKING:
     import torch
 
-#: Load average of the last minute above which measured times are uncertain.
+#: Maximum load average of the last minute at which measured times are reliable.
 BUSY_LOAD = 0.5
 
 
 def environment(
     device: torch.device | str = "cpu", packages: Iterable[str] = ("torch", "timm"), **more: Any
 ) -> dict[str, Any]:
-    """Describe the current environment for a JSON record.
+    """Return a description of the current environment for a JSON record.
 
     Args:
-        device: the device in use.
+        device: device of the measurement.
         packages: names of packages whose versions are recorded.
-        more: additional entries, e.g. ``allocator="mimalloc"``.
+        more: additional entries, for example ``allocator="mimalloc"``.
 
     Returns:
-        A dictionary with ``date`` (UTC), ``efficient_ft`` (version of this package), the versions of the packages,
-        ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads`` (of torch) and ``load`` (load
-        average of the last minute, or None if it is unavailable).
+        A dictionary with the versions of `packages` and the entries ``date`` (UTC), ``efficient_ft`` (version of this
+        package), ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads`` (number of threads in
+        torch) and ``load`` (load average of the last minute, or None if it is unavailable).
     """
     import torch
 
@@ -62,12 +62,12 @@ def device_name(device: torch.device | str) -> str:
 
 
 def _version(package: str) -> str:
-    """Return the version of a package, including its build (+cu128) if the module is imported."""
+    """Return the version of a package. The version of an imported package includes the build (for example, +cu128)."""
     return str(getattr(sys.modules.get(package), "__version__", None) or version(package))
 
 
 def cpu_name() -> str:
-    """Return the model name of the CPU, or its architecture if the name is unknown."""
+    """Return the model name of the CPU, or the architecture of the CPU if the name is unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:  # not Linux
@@ -77,11 +77,11 @@ def cpu_name() -> str:
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
-    """Return a note that times are uncertain if the load in the environment `recorded` is high, or None otherwise."""
+    """Return a note that times are uncertain, or None if the load in the environment `recorded` is low."""
     load = recorded.get("load")
     if load is None or load <= BUSY_LOAD:
         return None
     return (
-        f"The machine was busy (load {load:.1f} at the start, above {BUSY_LOAD}). Times are uncertain; ratios within a"
-        " round are less affected."
+        f"The machine was busy: the load at the start ({load:.1f}) was above {BUSY_LOAD}. Times are uncertain. Ratios"
+        " of times within a round are less affected."
     )

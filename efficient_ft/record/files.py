@@ -1,4 +1,4 @@
-"""Write records as JSON files."""
+"""Functions that write records as JSON files."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["json_text", "open_file", "refuse_link", "write_atomically", "write_t
 
 
 def json_text(value: Any, indent: int | None = None) -> str:
-    """Return `value` as JSON text. Numbers that are not finite become null."""
+    """Return `value` as JSON text. Numbers that are not finite are written as null."""
     return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
 

@@ -1,6 +1,5 @@
-"""``results.json`` in a run folder: the results of a finished run.
-
-The types in this module describe the JSON objects. The objects themselves are plain dictionaries.
+"""Contents of ``results.json``, which stores the results of a finished run in the run folder. The types in this module
+describe the JSON objects, which are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -24,10 +23,9 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted costs per image, which are the same on all machines.
-
-    Two optional entries describe the whole batch. `step_peak_bytes` is the peak size of live tensors, without the model
-    and the batch. `optimizer_bytes` is the size of the optimizer state.
+    """Counted costs per image. These costs are the same on all machines. Two optional entries describe the whole batch:
+    `step_peak_bytes` is the peak size of live tensors, without the model and the batch. `optimizer_bytes` is the size
+    of the optimizer state.
     """
 
     forward_flops: float
@@ -38,9 +36,9 @@ class ExecutedCost(TypedDict):
 
 
 class MeasuredCost(TypedDict):
-    """Measured costs of the whole batch on this machine.
+    """Measured costs of a training step with the whole batch on this machine.
 
-    `step_seconds` is the median time of a step, or None if steps were not timed. `peak_bytes` is the peak memory.
+    `step_seconds` is the median time of a step, or None if no steps were timed. `peak_bytes` is the peak memory.
     """
 
     step_seconds: float | None
@@ -57,26 +55,26 @@ class StepCost(TypedDict):
 class BaselineCost(StepCost):
     """The cost of a training step of the baseline `name` (``cost.baseline``).
 
-    The baseline trains a selection of the parameters of the plain model.
+    The baseline trains some or all parameters of the model without any other method.
     """
 
     name: str
 
 
 class CostReport(StepCost):
-    """The cost of a training step with the run's methods.
+    """The cost of a training step with the methods of the run.
 
-    `baseline` is the cost of a step of the baseline, or None if it was not measured.
+    `baseline` is the cost of a training step of the baseline, or None if the baseline was not measured.
     """
 
     baseline: BaselineCost | None
 
 
 class DeviceMemory(TypedDict):
-    """Memory of a CUDA device, as reported by PyTorch's allocator.
+    """Memory of a CUDA device, as reported by the allocator of PyTorch.
 
     `before_bytes` is the size of the memory allocated before the first step. `allocated_bytes` and `reserved_bytes` are
-    the peaks of the steps.
+    the peaks of allocated and reserved memory during the steps.
     """
 
     before_bytes: int
@@ -87,19 +85,19 @@ class DeviceMemory(TypedDict):
 class MemoryReport(TypedDict):
     """Measured and counted memory of the first training process, in bytes.
 
-    `peak_bytes` is the peak resident memory of the process from its start to its results, as reported by the system. It
-    includes loading, evaluation and the cost report. After a resume, it covers only the last process.
+    `peak_bytes` is the peak resident memory of the process until the results are written, as reported by the system. It
+    includes loading, evaluation and the cost report. In a resumed run, only the last process is measured.
 
-    `before_model_bytes` and `before_steps_bytes` are the resident memory before the model was built and before the
-    first step. `step_peak_bytes` is the peak resident memory during `steps` steps, which begin with step `first_step`.
-    `source` names the method of measurement (`core.process_memory`). `growth_bytes` is the peak of the steps minus the
-    memory before the first step. On CUDA, `growth_bytes` is the peak of the reserved memory minus the memory allocated
-    before the first step.
+    `before_model_bytes` is the resident memory before the model was built, and `before_steps_bytes` is the resident
+    memory before the first step. `step_peak_bytes` is the peak resident memory during `steps` steps, starting with step
+    `first_step`. `source` names the method of measurement (`core.process_memory`). `growth_bytes` is `step_peak_bytes`
+    minus `before_steps_bytes`. On CUDA, `growth_bytes` is the peak reserved memory minus the memory allocated before
+    the first step.
 
-    `counted_bytes` is the counted equivalent of `growth_bytes`: the sum of `ExecutedCost.step_peak_bytes`, the
-    optimizer state (`optimizer_bytes`) and, with gradient accumulation, the gradients, which are kept over all
-    micro-batches. `budget_bytes` and `predicted_peak_bytes` exist only for runs with a memory budget (``memory``). The
-    peak is predicted before the first step.
+    `counted_bytes` is the counted equivalent of `growth_bytes`: the sum of `ExecutedCost.step_peak_bytes` and the
+    optimizer state (`optimizer_bytes`). With gradient accumulation, the sum includes the accumulated gradients.
+    `budget_bytes` and `predicted_peak_bytes` exist only for runs with a memory budget (``memory``).
+    `predicted_peak_bytes` is predicted before the first step.
     """
 
     before_model_bytes: int
@@ -118,12 +116,12 @@ class MemoryReport(TypedDict):
 
 
 class FeaturesReport(TypedDict):
-    """Stored features of a run (``trainer.cache_features``), which are the outputs of the module `end`.
+    """Stored features of a run (``trainer.cache_features``). The features are the outputs of the module `end`.
 
     `reason` states why the features are not computed up to a later module. `shape` is the shape for one image, `dtype`
     is the storage type, and `bytes` is the size of the store. `computed` and `read` are the numbers of images whose
-    features were computed or read from the store, in training and its evaluations. One process counts them from the
-    last start or resume of the run.
+    features were computed or were read from the store, during training and its evaluations. One process counts these
+    images since the last start or resume of the run.
     """
 
     end: str
@@ -137,11 +135,11 @@ class FeaturesReport(TypedDict):
 
 
 class PrefixReport(TypedDict):
-    """The form in which the frozen prefix of a run is computed (``trainer.prefix``).
+    """Report on how the frozen prefix of a run is computed (``trainer.prefix``).
 
-    The prefix ends with the module `end`. `reason` states why the prefix does not end later. If the form was
-    selected by a measurement, `seconds` is the time per batch of each form. `deviation` is the relative difference
-    between the output of each form and the output in fp32 (Frobenius norm).
+    The prefix ends with the module `end`. `reason` states why the prefix does not end later. `form` is
+    ``fp32``, ``folded`` or ``bf16``. If the form was selected by a measurement, `seconds` contains the time per batch
+    of each form, and `deviation` contains the relative difference from the output in fp32 (Frobenius norm).
     """
 
     end: str
@@ -152,14 +150,14 @@ class PrefixReport(TypedDict):
 
 
 class RunTotals(TypedDict):
-    """Totals of the whole training.
+    """Totals of the entire training.
 
-    `flops` is the number of executed FLOPs of forward and backward passes. They are counted like `ExecutedCost` in
-    `counted_batches` of the `batches` batches of one process. The other batches have the same or nearly the same cost
+    `flops` is the number of executed FLOPs of forward and backward passes. FLOPs are counted like `ExecutedCost`, in
+    `counted_batches` of the `batches` batches of one process. All other batches have the same or nearly the same cost
     (see `cost.run_flops`). `seconds` and `joules` include evaluation during training. `joules` is read from the energy
     counters of the machine, which are named in `energy_source`. Without counters, `joules` and `energy_source` are
-    None. `step_seconds` is the median time of the last optimizer steps without data loading. It is None on CUDA, where
-    the loop does not wait for the end of a step.
+    None. `step_seconds` is the median time of the last optimizer steps without data loading. On CUDA, `step_seconds` is
+    None, because the loop does not wait for the end of a step.
     """
 
     steps: int
@@ -174,18 +172,18 @@ class RunTotals(TypedDict):
 
 
 class BestLast(TypedDict):
-    """Accuracy as a fraction in the best and in the last epoch."""
+    """Accuracy of the best epoch and of the last epoch, as fractions."""
 
     best: float
     last: float
 
 
 class Accuracy(BestLast):
-    """Accuracy on `split`, which is the split that selects the best epoch.
+    """Accuracy on `split`, the split on which the best epoch is selected.
 
     With several tasks, the accuracy is the mean over the tasks, and `tasks` contains the accuracy of each task. `test`
-    is the accuracy of the best epoch's weights on the test images, or None if there are no test images. `metric` is the
-    name of the metric if it is not the accuracy, such as the mean IoU in segmentation.
+    is the accuracy of the weights of the best epoch on the test images, or None without test images. `metric` is the
+    name of the metric if the metric is not the accuracy (for example, the mean IoU in segmentation).
     """
 
     split: str
@@ -197,7 +195,7 @@ class Accuracy(BestLast):
 def final_accuracy(accuracy: Mapping[str, Any]) -> float:
     """Return the accuracy of the best epoch as a fraction.
 
-    It is measured on the test images, or on the split that selects epochs if there are no test images.
+    The accuracy is measured on the test images, or on `Accuracy.split` if there are no test images.
     """
     test = accuracy.get("test")
     return float(accuracy["best"] if test is None else test)
@@ -206,7 +204,7 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
 class AppliedReport(TypedDict):
     """Changes that a method made (`methods.base.Applied`).
 
-    The fields are a summary, the changed modules, the skipped modules with reasons, and notes.
+    The entries are a summary, the changed modules (`touched`), the skipped modules with reasons, and notes.
     """
 
     summary: NotRequired[str]
@@ -218,8 +216,8 @@ class AppliedReport(TypedDict):
 class TaskData(TypedDict):
     """Data of one task.
 
-    `splits` contains the number of images in each split, and `skipped` is the number of skipped images. `digest` is a
-    hash of the images. `accuracy` contains the accuracy of model.safetensors on each split.
+    `splits` contains the number of images in each split. `skipped` is the number of skipped images. `digest` is a hash
+    of the images. `accuracy` contains the accuracy of model.safetensors on each split.
     """
 
     splits: dict[str, int]
@@ -231,10 +229,10 @@ class TaskData(TypedDict):
 class DataReport(TypedDict):
     """Data of a run, with the entries of `TaskData`.
 
-    With several tasks, `tasks` contains the data of each task, the numbers of images are summed, and the accuracies are
-    averaged. `scores` contains further metrics for each split, for example pixel accuracy and the IoU of each class in
-    segmentation (None if a class occurs in neither masks nor predictions). `summary` describes for each task how its
-    data set was read (`data.inspection.Summary.record`). The key of a single data set is "".
+    With several tasks, `tasks` contains the data of each task. The numbers of images are summed over the tasks, and the
+    accuracies are averaged. `scores` contains additional metrics for each split. For segmentation, `scores` includes
+    the IoU of each class (None if a class occurs in neither masks nor predictions). For each task, `summary` describes
+    how the data set was read (`data.inspection.Summary.record`). The key for a single data set is an empty string.
     """
 
     splits: NotRequired[dict[str, int]]
@@ -251,9 +249,10 @@ class Results(TypedDict):
 
     `config` is the full configuration, and `arguments` are the command-line settings (empty for runs from Python).
     `changed` contains the settings that differ from the selected options (`Config.changed`). `environment` is the
-    result of `record.environment`, and `methods` contains a report for each method. `features` exists only if features
-    were stored. `weights` describes the tensors that were loaded from a file (`models.loading_report.LoadingReport`).
-    This entry does not exist for random weights.
+    description of the environment (`record.environment`), and `methods` contains a report for each method. `features`
+    exists only if features were stored. `weights` describes the tensors that were loaded from a file
+    (`models.loading_report.LoadingReport`). The entry `weights` does not exist if all weights were initialized
+    randomly.
     """
 
     format: int
@@ -277,12 +276,12 @@ class Results(TypedDict):
 
 
 def images_digest(data: Mapping[str, Any]) -> str:
-    """Return the digest of a run's images, joined over all tasks, or an empty string if no digest was recorded."""
+    """Return the image digests of all tasks of a run, joined by "+", or an empty string if no digest was recorded."""
     return "+".join(one["digest"] for one in (data, *data.get("tasks", {}).values()) if one.get("digest"))
 
 
 def write_results(run: Path, results: Results) -> None:
-    """Write `results` to the run folder `run`. This file marks the run as finished."""
+    """Write `results` to ``results.json`` in the run folder `run`. The file marks the run as finished."""
     write_text_atomically(run / NAME, json_text(results, indent=2) + "\n")
 
 
@@ -290,7 +289,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
     """Return the results of the finished run in folder `run`. Error messages end with the advice `do`.
 
     Raises:
-        OtherVersionError: If the file has another format number, or none.
+        OtherVersionError: If results.json has a different format number or no format number.
         UserError: If results.json does not exist (the run has not finished) or is damaged.
     """
     file = run / NAME
@@ -298,35 +297,35 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         text = file.read_text(encoding="utf-8")
         plain = parse_json(text, parse_constant=_not_a_number, parse_float=_finite)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UserError(f"{run} contains no {NAME}: the run has not finished. {do}") from error
+        raise UserError(f"The folder {run} contains no {NAME}: the run has not finished. {do}") from error
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}. {do}") from error
+        raise UserError(f"The file {file} cannot be read: {error.strerror}. {do}") from error
     except ValueError as error:
         do = "Repeat the run." if do == USE_ITS_VERSION else do
-        raise UserError(f"{file} is damaged: it is not valid JSON. {do}") from error
+        raise UserError(f"The file {file} is damaged: it is not valid JSON. {do}") from error
     if not isinstance(plain, dict):
-        raise UserError(f"{file} cannot be read: it is not an object. {do}")
+        raise UserError(f"The file {file} cannot be read: it does not contain a JSON object. {do}")
     check_format(file, plain.get("format"), do)
     try:
-        _schema().validate_json(text, strict=True)  # strict, since the returned dictionary is not converted
+        _schema().validate_json(text, strict=True)  # strict, because the returned dictionary is not converted
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
-        raise UserError(f"{file} cannot be read: {key}: {first['msg']}. {do}") from error
+        raise UserError(f"The file {file} cannot be read: the entry {key} is invalid: {first['msg']}. {do}") from error
     return cast(Results, plain)
 
 
 @cache
 def _schema() -> TypeAdapter[Results]:
-    """Return the validator. It is cached, since building it takes longer than validating many files."""
+    """Return the validator, which is cached because building it takes longer than validating many files."""
     return TypeAdapter(Results)
 
 
 def _finite(text: str) -> float:
     if math.isinf(number := float(text)):
-        raise ValueError(f"{text} is not a finite number")
+        raise ValueError(f"the number {text} is not finite")
     return number
 
 
 def _not_a_number(name: str) -> float:
-    raise ValueError(f"{name} is not a valid JSON number")
+    raise ValueError(f"the value {name} is not a valid JSON number")

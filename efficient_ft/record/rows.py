@@ -1,4 +1,4 @@
-"""Files with one JSON object per line. Training appends lines, and a resumed run truncates the file."""
+"""Files with one JSON object per line. Training appends lines, and a resumed run removes lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from efficient_ft.record.files import json_text, open_file, write_text_atomicall
 
 
 class Rows:
-    """The file `path`, with one JSON object per line. The key ``step`` contains the optimizer step of the row."""
+    """A file with one JSON object (row) per line. The key ``step`` contains the optimizer step of the row."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -23,14 +23,14 @@ class Rows:
         """Return all complete rows, or [] if the file does not exist.
 
         A row is an object with an integer ``step``. Reading stops at the first line that is not a row, for example a
-        line that a killed process has not finished. Numbers that are not finite are omitted.
+        line that a killed process wrote only partially. Numbers that are not finite are omitted.
         """
         rows: list[dict[str, Any]] = []
         if self.path.is_file():
             for line in self.path.read_bytes().splitlines():
                 try:
                     row = parse_json(line.decode("utf-8"))
-                except ValueError:  # not UTF-8, or not JSON
+                except ValueError:  # the line is not valid UTF-8 or JSON
                     break
                 if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                     break
@@ -43,7 +43,7 @@ class Rows:
         write_text_atomically(self.path, "".join(json_text(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
-        """Append `row`, without numbers that are not finite."""
+        """Append `row` to the file. Numbers that are not finite are omitted."""
         with open_file(self.path, "a") as file:
             file.write(json_text(_finite(row)) + "\n")
 
@@ -56,10 +56,10 @@ class MetricsFile(Rows):
     """The file ``metrics.jsonl``. The table ``metrics.csv`` contains the same rows.
 
     The row of a logged step has the keys ``step``, ``epoch``, ``train_loss`` and ``lr``. The row of an epoch has the
-    keys ``step``, ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``. With several tasks, it
-    also has ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row contains the totals of the training so
-    far: ``images``, ``flops``, ``seconds`` and, if the machine measures energy, ``joules``
-    (`record.results.RunTotals`).
+    keys ``step``, ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``. With several tasks, the
+    row of an epoch also has ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row also contains the totals
+    since the start of training (`record.results.RunTotals`): ``images``, ``flops``, ``seconds`` and, if the machine
+    measures energy, ``joules``.
     """
 
     def __init__(self, run: Path) -> None:

@@ -1,27 +1,26 @@
-"""A study, which compares methods on one network and data set over several seeds.
-
-Each method is used with its best value of one setting.
+"""Definition and records of a study. A study compares methods on one network and data set over several seeds. Each
+method uses the best value of one tuned setting.
 
 A study is a folder with two files. ``study.yaml`` defines the runs:
 
 .. code-block:: yaml
 
     title: DeiT-Tiny on Caltech-101
-    settings: [model=deit_tiny, data=folder]      # settings of every run
+    settings: [model=deit_tiny, data=folder]      # settings of all runs
     tune: {setting: optim.lr, values: [1.0e-4, 3.0e-4, 1.0e-3, 3.0e-3], seed: 0}
     seeds: [0, 1, 2]
     rows:                                         # name and settings of each row
       full: [method=full]
       head: [method=head]
 
-Every row is tuned in the same way, with the seed of ``tune``. First, the two middle values are run. Then, the neighbors
-of the best value are run, and the neighbors of every value whose accuracy is at most one point lower (`NEAR`), until no
-run is missing. The best value has the highest accuracy on the split that selects epochs. The row is then run at this
-value with every seed. ``records.json`` contains a record of every finished run, without paths, so that an interrupted
-study can continue on another machine.
+Every row is tuned in the same way, with the seed of ``tune``. First, the two middle values are run. Then, the search
+runs the neighbors of the best value and of every value whose accuracy is at most one percentage point lower (`NEAR`).
+The search ends if no neighbor is missing. The best value is the value with the highest accuracy on the split on which
+the best epoch is selected. The row is then run at this value with every seed. ``records.json`` contains a record of
+every finished run. The records contain no paths, so an interrupted study can be continued on another machine.
 
-``tune`` may list settings to ``ignore``: the search also uses records that differ from the study only in these
-settings. For example, with ``ignore: [trainer.precision]`` a study in fp32 uses a search in bf16, but reports only
+The search also uses records that differ from the study only in the settings that are listed under ``ignore`` in
+``tune``. For example, with ``ignore: [trainer.precision]``, a study in fp32 can use a search in bf16, but reports only
 runs in fp32.
 """
 
@@ -50,14 +49,14 @@ from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, Run
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
-#: The search includes the neighbors of a value whose accuracy (as a fraction) is at most this much below the best one.
+#: Maximum difference from the best accuracy (as a fraction) for values whose neighbors are also run.
 NEAR = 0.01
 
-_DO = "Restore it from a backup or from version control, or rename it to begin again."
+_DO = "Restore the file from a backup or from version control, or rename the file to start again."
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that raises an error for a duplicate key in a mapping. YAML's own loader keeps the last value."""
+    """YAML loader that raises an error for a duplicate key in a mapping. By default, PyYAML keeps the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
@@ -98,7 +97,7 @@ class _Finished(_Run):
     growth_bytes: NotRequired[int]
 
 
-#: Schema of the runs in records.json: the settings of each run, with its results or the reason why it diverged.
+#: Schema of the runs in records.json: settings, and either results or the reason why a run diverged.
 _RECORDS: TypeAdapter[Any] = TypeAdapter(
     list[
         Annotated[
@@ -110,7 +109,7 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 
 
 class Tune(_Strict):
-    """The tuned setting and its values, which are searched with the seed `seed`.
+    """The tuned setting and the values to search. The runs of the search use the seed `seed`.
 
     The search ignores differences in the settings listed in `ignore`.
     """
@@ -124,9 +123,9 @@ class Tune(_Strict):
     @classmethod
     def _numbers(cls, values: Any) -> Any:
         if isinstance(values, list) and any(isinstance(value, bool) for value in values):
-            raise ValueError("must be numbers, got a Boolean")
+            raise ValueError("all values must be numbers, got a Boolean")
         if isinstance(values, list) and any(isinstance(value, float) and not math.isfinite(value) for value in values):
-            raise ValueError("must be finite numbers")
+            raise ValueError("all values must be finite numbers")
         return values
 
     @pydantic.field_validator("values")
@@ -147,7 +146,7 @@ class Study(_Strict):
 
     @property
     def sample(self) -> str:
-        """Return the name of a sample, which is ``image`` or ``text``."""
+        """Return the noun for a sample of the data set, which is ``image`` or ``text``."""
         return "text" if "task=text" in self.settings else "image"
 
     @pydantic.field_validator("seeds")
@@ -161,26 +160,28 @@ class Study(_Strict):
         for where, arguments in groups.items():
             keys = [_key(argument) for argument in arguments]
             if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise ValueError(f"{where} sets {twice} twice; remove one of them")
+                raise ValueError(f"{where} sets {twice} twice. Remove one of the two values")
             for argument in arguments:
-                # Hydra settings can name functions to call, and options can name folders with such settings.
+                # Hydra settings can name functions to call, and command-line options can name folders of such settings.
                 if _key(argument).startswith(("hydra", "-")):
-                    raise ValueError(f"{where} sets {argument}: a study may contain only settings of runs; remove it")
+                    raise ValueError(f"{where} sets {argument}, but a study may contain only settings of runs")
                 if _key(argument) in ("seed", self.tune.setting):
-                    raise ValueError(f"{where} sets {argument}, which the study sets for each run; remove it")
+                    raise ValueError(
+                        f"{where} sets {argument}. Remove this setting, because the study sets its value for each run"
+                    )
         if _key(self.tune.setting).startswith(("hydra", "-")):
-            raise ValueError(f"tune.setting is {self.tune.setting}: a study may contain only settings of runs")
+            raise ValueError(f"tune.setting is {self.tune.setting}, but a study may contain only settings of runs")
         if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
-            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run; remove it")
+            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run. Remove this entry")
         for other, name in itertools.combinations(self.rows, 2):
             if self.rows[name] == self.rows[other]:
-                raise ValueError(f"rows {other} and {name} have the same settings")
+                raise ValueError(f"the rows {other} and {name} have the same settings")
         return self
 
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A run of a study: its row, value of the tuned setting, seed, and arguments without machine-specific settings."""
+    """A run of a study: row, value of the tuned setting, seed, and arguments without machine-specific settings."""
 
     row: str
     value: float
@@ -195,13 +196,13 @@ def read_study(folder: Path) -> Study:
         plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # _UniqueKeys is a SafeLoader.
         return Study.model_validate(plain)
     except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"{folder} contains no {DEFINITION}. Pass the folder of a study.") from None
+        raise UserError(f"The folder {folder} contains no {DEFINITION}. Pass the folder of a study.") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}.") from error
+        raise UserError(f"The file {file} cannot be read: {error.strerror}.") from error
     except ValidationError as error:
-        raise UserError(f"{file} cannot be used: {_said(plain, error)}") from error
+        raise UserError(f"The file {file} cannot be used: {_said(plain, error)}") from error
     except ValueError as error:
-        raise UserError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+        raise UserError(f"The file {file} cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _said(plain: Any, error: ValidationError) -> str:
@@ -219,12 +220,12 @@ def _said(plain: Any, error: ValidationError) -> str:
             known = Tune.model_fields if first["loc"][0] == "tune" else Study.model_fields
             return f"{where} is not an entry of a study.{did_you_mean(str(first['loc'][-1]), known)}"
         case "string_type" if first["loc"][-1] == "[key]":
-            return f"{where}: a name must be a string; quote it."
+            return f"{where}: a name must be a string. Put the name in quotes."
     return str(mistake(Study, plain, "", first["loc"], first["type"]))
 
 
 def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
-    """Return the rows named `names` (default: all) in the order of the study. Raise a `UserError` for unknown names."""
+    """Return the selected rows (default: all) in the order of the study. Raise a `UserError` for unknown names."""
     for name in names:
         if name not in study.rows:
             known = ", ".join(study.rows)
@@ -233,7 +234,7 @@ def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
 
 
 class Records:
-    """Records of the finished runs of the study in `folder`. Raise a `UserError` if a file is damaged."""
+    """Records of the finished runs of the study in `folder`. A `UserError` is raised if a file is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.study, self.path = read_study(folder), folder / RECORDS
@@ -246,41 +247,45 @@ class Records:
             held = parse_json(self.path.read_text(encoding="utf-8"))
             version = held.get("format")
         except (ValueError, AttributeError) as error:
-            raise UserError(f"{self.path} is damaged ({error}). {_DO}") from error
-        check_format(self.path, version, "Rename it to begin again.")
+            raise UserError(f"The file {self.path} is damaged ({error}). {_DO}") from error
+        check_format(self.path, version, "Rename the file to start again.")
         runs = held.get("runs")
         try:
             _RECORDS.validate_python(runs)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             where = ".".join(str(part) for part in first["loc"] if part not in ("_Finished", "_Diverged"))
-            raise UserError(f"{self.path} is damaged (runs.{where}: {first['msg']}). {_DO}") from error
+            raise UserError(f"The file {self.path} is damaged (runs.{where}: {first['msg']}). {_DO}") from error
         assert isinstance(runs, list)
         return runs
 
     def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file. Raise a `UserError` if the run used other images."""
+        """Add the record of a finished run, and write the file.
+
+        Raise a `UserError` if the run used different images.
+        """
         self._add(run, record_of(run, results))
 
     def refuse_unwritable(self) -> None:
-        """Raise a `UserError` before anything is trained if no record can be written to the folder."""
+        """Raise a `UserError` if the folder is not writable. Call this method before training."""
         if not os.access(self.path.parent, os.W_OK):
             raise UserError(
-                f"{self.path.parent} is not writable, so no run can be recorded. Copy {DEFINITION} to another folder."
+                f"No run can be recorded, because {self.path.parent} is not writable. Copy {DEFINITION} to another"
+                " folder."
             )
 
     def refuse_other_images(self, run: StudyRun, digest: str) -> None:
-        """Raise a `UserError` if the images of a run differ from those of the records with the same data settings.
+        """Raise a `UserError` if the images of a run differ from the images of records with the same data settings.
 
-        `digest` is the digest of the run's images (`record.results.images_digest`), or "" if it is unknown.
+        `digest` is the image digest of the run (`record.results.images_digest`), or "" if the digest is unknown.
         """
         others = [one for one in self.runs if _data_of(one["settings"]) == _data_of(run.arguments)]
         different = [one for one in others if digest and one.get("images") not in (None, "", digest)]
         if different:
             raise UserError(
                 f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root)"
-                f" differ from the images of {len(different)} records in {self.path}. Use the same images, or a copy of"
-                f" {DEFINITION} in another folder."
+                f" differ from the images of {len(different)} records in {self.path}. Use the same images, or copy"
+                f" {DEFINITION} to another folder."
             )
 
     def add_diverged(self, run: StudyRun, reason: str) -> None:
@@ -288,7 +293,7 @@ class Records:
         self._add(run, {**_what(run), "diverged": reason})
 
     def _add(self, run: StudyRun, record: dict[str, Any]) -> None:
-        # The file is locked, since another process may run other rows of the same study.
+        # The file is locked, because another process may run other rows of the same study.
         with FileLock(self.path.with_name(f".{RECORDS}.lock")):
             self.runs = [one for one in self._read() if not _describes(one, run)]
             self.refuse_other_images(run, record.get("images", ""))
@@ -299,21 +304,24 @@ class Records:
             write_text_atomically(self.path, f'{{"format": {FORMAT}, "runs": [\n{lines}\n]}}\n')
 
     def find(self, run: StudyRun) -> dict[str, Any] | None:
-        """Return the record of `run`, or None if no run with exactly these settings has finished."""
+        """Return the record of `run`, or None if no run with exactly the same settings has finished."""
         return next((one for one in self.runs if _describes(one, run)), None)
 
     def of_the_search(self, run: StudyRun) -> dict[str, Any] | None:
-        """Return the record that the search uses for `run`: its own, or one that differs only in ignored settings."""
+        """Return the record that the search uses for `run`, or None if there is no such record.
+
+        The record may differ from `run` in ignored settings.
+        """
         ignore = self.study.tune.ignore
         return self.find(run) or next((one for one in self.runs if _describes(one, run, ignore)), None)
 
     def of_the_search_alone(self) -> int:
-        """Return the number of records that only the search uses, because they differ in ignored settings."""
+        """Return the number of records that are used only by the search, because they differ in ignored settings."""
         searched = [run for row in self.study.rows for run in self._searched(row)]
         return sum(self.find(run) is None and self.of_the_search(run) is not None for run in searched)
 
     def of_other_settings(self) -> int:
-        """Return the number of records that are not used because the study no longer has their settings."""
+        """Return the number of records that are not used, because the study no longer contains their settings."""
         tune = self.study.tune
         counted = [self.of_the_search(run) for row in self.study.rows for run in self._searched(row)]
         counted += [self.find(self.run(row, value, seed)) for row in self.study.rows for value in tune.values
@@ -321,26 +329,25 @@ class Records:
         return len(self.runs) - sum(one is not None for one in counted)
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the next runs of the search for each row. There are no runs for rows that are already tuned."""
+        """Return the next runs of the search for all rows that are not tuned yet."""
         return [run for row in rows for run in self._search(row)[1]]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the runs of each tuned row at its best value, with every seed."""
+        """Return the runs of each tuned row at the best value, one for each seed."""
         best = {row: self.best_value(row) for row in rows}
-        # Seeds are the outer loop, so that an interrupted study compares all rows over the same seeds.
+        # The outer loop is over seeds, so that an interrupted study compares all rows over the same seeds.
         return [
             self.run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
         ]
 
     def best_value(self, row: str) -> float | None:
-        """Return the most accurate value of `row`, or None if the row is not tuned yet or diverged at every value."""
+        """Return the most accurate value of `row`, or None if the row is not tuned yet or all of the runs diverged."""
         best, missing = self._search(row)
         return None if missing else best
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
-        """Return the best value so far, and the next runs of the search.
-
-        If several values have the same accuracy, the lowest value is returned. The value is None if all runs diverged.
+        """Return the best value so far, or None if all runs diverged, and the next runs of the search. If several
+        values have the same accuracy, the lowest of them is the best value.
         """
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
@@ -349,7 +356,7 @@ class Records:
         needed = list(range(max(middle - 1, 0), middle + 1))
         if all(records[i] for i in needed):
             top = best.index(max(best))
-            if best[top] < 0:  # All runs so far diverged. Only lower values may converge.
+            if best[top] < 0:  # All runs so far diverged. Only runs at lower values may converge.
                 top = min(i for i, record in enumerate(records) if record)
             near = [i for i, found in enumerate(best) if i == top or found >= max(best) - NEAR >= 0]
             needed = sorted({j for i in near for j in (i - 1, i, i + 1) if 0 <= j < len(values)})
@@ -360,7 +367,7 @@ class Records:
         return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]
 
     def finished(self, row: str) -> list[dict[str, Any]]:
-        """Return the records of `row` at its best value, one for each seed.
+        """Return the records of `row` at the best value, one for each seed.
 
         The list is empty if the row is not tuned yet.
         """
@@ -368,19 +375,19 @@ class Records:
         return [record for record in records if record is not None and "accuracy" in record]
 
     def run(self, row: str, value: float, seed: int) -> StudyRun:
-        """Return the run of a row at a value of the tuned setting, with the current settings of the study."""
+        """Return the run of a row with a value of the tuned setting and the current settings of the study."""
         tuned = f"{self.study.tune.setting}={shown(value)}"
         arguments = (*self.study.settings, *self.study.rows[row], tuned, f"seed={seed}")
         return StudyRun(row, value, seed, arguments)
 
 
 def shown(value: float) -> str:
-    """Format a value with all its digits for the command line. Integers are formatted without a fraction."""
+    """Format a value for the command line at full precision. Integers are formatted without a decimal point."""
     return str(int(value)) if value.is_integer() else repr(value)
 
 
 def _describes(record: Mapping[str, Any], run: StudyRun, ignored: Sequence[str] = ()) -> bool:
-    """Return True if `record` belongs to `run`. The settings `ignored` may differ."""
+    """Return True if `record` is the record of `run`. The settings in `ignored` may differ."""
     if (record["row"], record["value"], record["seed"]) != (run.row, run.value, run.seed):
         return False
     recorded, given = ([one for one in of if _key(one) not in ignored] for of in (record["settings"], run.arguments))
@@ -396,7 +403,7 @@ def _data_of(arguments: Iterable[str]) -> list[str]:
 
 
 def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
-    """Return the record of a finished run: settings, accuracy, cost, totals and environment, without paths."""
+    """Return the record of a finished run with settings, accuracy, cost, totals and environment, but without paths."""
     environment: Mapping[str, Any] = results["environment"]
     cost = results["cost"]
     metric = {"metric": results["accuracy"]["metric"]} if "metric" in results["accuracy"] else {}
@@ -416,7 +423,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
 
 
 def test_accuracy(record: Mapping[str, Any]) -> float:
-    """Return the accuracy in percent on the test images, or, if there are none, on the split that selects epochs."""
+    """Return the accuracy of a record in percent (see `final_accuracy`)."""
     return 100 * final_accuracy(record["accuracy"])
 
 

@@ -1,4 +1,4 @@
-"""Figures and a page for a recorded run (``step_stats.interval=1``), and a page for several runs."""
+"""Figures and an HTML page for a recorded run (``step_stats.interval=1``), and an HTML page for several runs."""
 
 from efficient_ft.report.page import Written, write_report
 from efficient_ft.report.runs import write_runs_page

@@ -1,4 +1,4 @@
-"""Charts that are described as data, drawn as PNG and written as CSV."""
+"""Charts that are written as PNG images and as CSV files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_NAMED = 14
 
 @dataclass(frozen=True)
 class Series:
-    """Points with a name. `x` and `y` have the same length. In bar charts, `x` may contain words."""
+    """Named series of points. `x` and `y` must have the same length. In bar charts, `x` may contain strings."""
 
     name: str
     x: Sequence[float | str]
@@ -28,10 +28,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Panel:
-    """A pair of axes whose labels contain units.
+    """A pair of axes with labels. The labels `x` and `y` should include the units.
 
-    The values of `kind` are ``lines`` (with markers if there are few points), ``points``, ``bars`` and ``image``. A
-    panel of kind ``image`` has one series, whose values are the pixels of a square image, row by row.
+    `kind` must be ``lines`` (with markers if there are few points), ``points``, ``bars`` or ``image``. A panel of kind
+    ``image`` must have one series, which contains the pixels of a square image in row-major order.
     """
 
     title: str
@@ -43,7 +43,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure with one or several panels side by side."""
+    """A figure with one or more panels side by side."""
 
     title: str
     panels: Sequence[Panel]
@@ -51,7 +51,7 @@ class Chart:
 
 
 def write_chart(chart: Chart, path: Path) -> list[Path]:
-    """Write ``PATH.png`` and ``PATH.csv``. Raise a `UserError` if matplotlib is not installed."""
+    """Write a chart to ``PATH.png`` and ``PATH.csv``. Raise a `UserError` if matplotlib is not installed."""
     require_matplotlib()
     png, table = path.with_name(f"{path.name}.png"), path.with_name(f"{path.name}.csv")
     from matplotlib.figure import Figure
@@ -68,7 +68,7 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
 
 
 def chart_csv(chart: Chart) -> str:
-    """Return the data as CSV with the columns panel, series, x and y, and one row for each point."""
+    """Return the data of a chart as CSV with the columns panel, series, x and y, and with one row for each point."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(["panel", "series", "x", "y"])
@@ -106,5 +106,5 @@ def _draw(axes: Any, panel: Panel) -> None:
             few = len(series.x) <= 20
             style = {"linestyle": "" if panel.kind == "points" else "-", "marker": "o" if few else ""}
             axes.plot(series.x, series.y, label=series.name, color=color, **style)
-    if 1 < len(panel.series) <= MAX_NAMED:  # A longer legend would hide the axes.
+    if 1 < len(panel.series) <= MAX_NAMED:  # A longer legend would cover the plot.
         axes.legend(fontsize=8)

@@ -1,4 +1,4 @@
-"""A contact sheet of training samples as the network receives them, as a PNG image or an HTML page."""
+"""Contact sheet of training samples, written as a PNG image or an HTML page."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.record.files import write_atomically, write_text_atomically
 
-#: Width and maximum height of a picture, gap between cells, and height of a line of text, in pixels.
+#: Sizes in pixels: width and maximum height of an image, gap between cells, and height of a line of text.
 _WIDTH, _HEIGHT, _GAP, _LINE = 176, 264, 8, 15
-#: Maximum number of characters per line, of lines per caption, and of lines per text.
+#: Maximum numbers of characters per line, lines per caption, and lines per text.
 _LETTERS, _CAPTION_LINES, _TEXT_LINES = 27, 2, 14
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
@@ -37,7 +37,7 @@ pre{white-space:pre-wrap}@media(prefers-color-scheme:dark){body{background:#111;
 
 @dataclass(frozen=True)
 class Cell:
-    """A sample: an image or a text, with a caption."""
+    """A sample (an image or a text) with a caption."""
 
     content: Image.Image | str
     caption: str
@@ -45,7 +45,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class ContactSheet:
-    """Training samples as the network receives them. `legend` contains the names and RGB colors of mask classes."""
+    """Preprocessed and augmented training samples. `legend` contains the names and RGB colors of mask classes."""
 
     title: str
     cells: Sequence[Cell]
@@ -76,7 +76,7 @@ class ContactSheet:
         return whole
 
     def html(self, lines: Sequence[str]) -> str:
-        """Return the sheet as a self-contained page. The `lines` of the report precede the samples."""
+        """Return the sheet as a self-contained HTML page that shows the report `lines` above the samples."""
         figures = []
         for cell in self.cells:
             if isinstance(cell.content, str):
@@ -98,12 +98,12 @@ class ContactSheet:
         )
 
     def write_image(self, file: Path) -> None:
-        """Write the sheet as PNG."""
+        """Write the sheet as a PNG image."""
         whole = self.image()
         write_atomically(file, lambda path: whole.save(path, format="png"))
 
     def write_html(self, file: Path, lines: Sequence[str]) -> None:
-        """Write the sheet as an HTML page with the `lines` of the report."""
+        """Write the sheet as an HTML page with the report `lines`."""
         write_text_atomically(file, self.html(lines))
 
 
@@ -114,15 +114,14 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
         UserError: If a sample cannot be read.
     """
     (inputs, targets), indices = data.training_batch(count)
-    title = f"{len(indices)} training {data.noun}s of {data.name} as the network sees them in training ({input})"
+    title = f"{len(indices)} training {data.noun}s of {data.name} as the network receives them in training ({input})"
     cells = [Cell(content, label) for content, label in data.labeled(inputs, targets, input)]
     return ContactSheet(title, cells, data.legend())
 
 
 def _font() -> _Font:
-    """Return DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew.
-
-    If this font is not installed, return Pillow's default font, which covers Latin.
+    """Return the font DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew. If DejaVu Sans is not
+    installed, return the default font of Pillow, which covers Latin.
     """
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")

@@ -1,6 +1,6 @@
-"""Upload finished runs to Weights & Biases, and create a report with panels like the figures of the papers.
-
-With ``offline``, wandb stores the runs for ``wandb sync`` instead. `write_panels` writes the panels as JSON.
+"""Upload of finished runs to Weights & Biases, and a report with panels that correspond to the figures of papers. With
+``offline``, wandb stores the runs locally for ``wandb sync`` instead. `write_panels` writes the definitions of the
+panels as JSON.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.runs import budgets_of, names_of
 
-#: Title, kind, x and y of each panel. The kind is ``curves`` (training curves) or ``points`` (one point per run). A
-#: name that ends with ``/.*`` matches several columns. accuracy.final is measured on the test images, or on the split
-#: that selects epochs if there are no test images.
+#: Title, kind, x values and y values of each panel. The kind is ``curves`` (training curves) or ``points`` (one point
+#: per run). A name that ends with ``/.*`` matches several columns. For accuracy.final, see
+#: `record.results.final_accuracy`.
 PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     ("Accuracy against FLOPs of the run", "points", "totals.flops", ("accuracy.final",)),
     ("Accuracy against kept bytes per image", "points", "cost.executed.saved_bytes", ("accuracy.final",)),
     ("Accuracy against peak memory", "points", "cost.measured.peak_bytes", ("accuracy.final",)),
     ("Accuracy against time", "points", "totals.seconds", ("accuracy.final",)),
     ("Accuracy against energy", "points", "totals.joules", ("accuracy.final",)),
-    # test_accuracy is recorded in runs of published recipes, which select epochs on the test images.
+    # Runs of published recipes record test_accuracy, because such runs select the best epoch on the test images.
     ("Accuracy over FLOPs", "curves", "flops", ("val_accuracy", "test_accuracy")),
     ("Accuracy over time", "curves", "seconds", ("val_accuracy", "test_accuracy")),
     ("Training loss", "curves", "Step", ("train_loss",)),
@@ -34,10 +34,11 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Upload each run to wandb under its run id, with the data that the run would have logged. Return the run names.
+    """Upload each run to wandb under its run id, and return the names of the runs. The uploaded data is equal to the
+    data that a run with the wandb logger logs.
 
-    `entity` is a user or team, or None for the logged-in user. With `offline`, wandb stores the runs in the folder
-    `out`.
+    `entity` is the name of a user or team, or None for the user who is logged in. With `offline`, wandb stores the runs
+    in the folder `out` instead.
 
     Raises:
         UserError: If wandb is not installed or cannot start.
@@ -45,7 +46,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
     try:
         import wandb
     except ModuleNotFoundError as error:
-        raise UserError('dashboard requires wandb. Install it: pip install "efficient-ft[wandb]"') from error
+        raise UserError('dashboard requires wandb. Run: pip install "efficient-ft[wandb]"') from error
     from efficient_ft.training.output.loggers import define_metrics, summary_of
 
     out.mkdir(parents=True, exist_ok=True)
@@ -65,11 +66,11 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 mode="offline" if offline else "online",
                 resume="allow" if not offline else None,
                 reinit="finish_previous",
-                settings=wandb.Settings(silent=True),  # warnings are still printed
+                settings=wandb.Settings(silent=True),  # wandb still prints warnings
             )
-        except Exception as error:  # wandb's exceptions have several base classes
+        except Exception as error:  # exceptions of wandb have several base classes
             raise UserError(
-                f"dashboard: wandb cannot start: {first_line(error)} Use --offline, or log in first (wandb login)."
+                f"dashboard: wandb cannot start ({first_line(error)}). Use --offline, or log in with `wandb login`."
             ) from error
         define_metrics(sent)
         for step, values in _history(run.path).items():
@@ -91,13 +92,13 @@ def _history(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def write_panels(path: Path, title: str) -> None:
-    """Write the panels of `create_report` as JSON."""
+    """Write the definitions of the panels in `create_report` as JSON."""
     panels = [{"title": title_of, "kind": kind, "x": x, "y": y} for title_of, kind, x, y in PANELS]
     write_text_atomically(path, json.dumps({"title": title, "panels": panels}, indent=2) + "\n")
 
 
 def create_report(title: str, project: str, entity: str | None) -> str:
-    """Create a report with the panels on the wandb server, and return its address.
+    """Create a report with `PANELS` on the wandb server, and return the URL of the report.
 
     Raises:
         UserError: If wandb-workspaces is not installed, or the report cannot be saved.
@@ -105,14 +106,14 @@ def create_report(title: str, project: str, entity: str | None) -> str:
     try:
         import wandb_workspaces.reports.v2 as wr
     except ModuleNotFoundError as error:
-        raise UserError("dashboard requires wandb-workspaces. Install it: pip install wandb-workspaces") from error
+        raise UserError("dashboard requires wandb-workspaces. Run: pip install wandb-workspaces") from error
     runset = wr.Runset(entity=entity or "", project=project)
     try:
         report = wr.Report(project=project, entity=entity or "", title=title,
                            blocks=[wr.PanelGrid(runsets=[runset], panels=_panels())])  # fmt: skip
         report.save()
         return str(report.url)
-    except Exception as error:  # wandb's exceptions have several base classes
+    except Exception as error:  # exceptions of wandb have several base classes
         raise UserError(f"dashboard: the report cannot be saved: {first_line(error)}") from error
 
 

@@ -20,16 +20,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DPI = 150
-#: Maximum number of labeled blocks.
+#: Maximum number of blocks that are labeled on an axis.
 MAX_LABELS = 26
 
 
 def require_matplotlib() -> None:
-    """Import matplotlib and set its style. Raise a `UserError` if it is not installed."""
+    """Import matplotlib and set its style. Raise a `UserError` if matplotlib is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
-        raise UserError("Figures require matplotlib. Install it: pip install 'efficient-ft[report]'") from error
+        raise UserError("Figures require matplotlib. Run: pip install 'efficient-ft[report]'") from error
     matplotlib.use("Agg")
     matplotlib.rcParams.update(
         {
@@ -47,7 +47,7 @@ def require_matplotlib() -> None:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its file name, section title, description for screen readers (`alt`) and caption."""
+    """A figure with a file name, section title, description for screen readers (`alt`) and caption."""
 
     file: str
     title: str
@@ -57,13 +57,13 @@ class Drawing:
 
     @cached_property
     def png(self) -> bytes:
-        """Return the content of the PNG file."""
+        """Content of the PNG file."""
         stream = io.BytesIO()
         self.figure.savefig(stream, format="png", dpi=DPI, bbox_inches="tight", metadata={"Software": None})
         return stream.getvalue()
 
     def write(self, path: Path) -> None:
-        """Write the PNG file."""
+        """Write the figure to the PNG file `path`."""
         write_bytes_atomically(path, self.png)
 
 
@@ -76,7 +76,7 @@ def _figure(width: float, height: float, columns: int = 1, **kwargs: Any) -> tup
 
 
 def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
-    """Label the blocks along x. Labels are rotated if they have more than `room` characters."""
+    """Label the blocks on the x axis. The labels are rotated if they have more than `room` characters in total."""
     labels, count = record.labels, len(record.labels)
     every = -(-count // MAX_LABELS)
     places = range(0, count, every)
@@ -90,7 +90,7 @@ def _per_block(axes: Axes, record: Record, room: int = 90) -> None:
 
 
 def _bars(axes: Axes, record: Record, heights: np.ndarray, texts: Sequence[str], inside: bool = False) -> None:
-    """Draw a bar for each block, with its value above the bar or at its bottom."""
+    """Draw a bar for each block, and write the value above the bar, or at the bottom of the bar if `inside` is True."""
     axes.bar(range(len(heights)), np.nan_to_num(heights), color="#9db4dc", width=0.78)
     if len(heights) <= MAX_LABELS:
         for i, (height, text) in enumerate(zip(np.nan_to_num(heights), texts, strict=True)):
@@ -107,14 +107,14 @@ def _whole_steps(axes: Axes) -> None:
 
 
 def draw_budgets(record: Record) -> Drawing | None:
-    """Draw the budget of each block as a line over the steps. Return None if there are no budgets."""
+    """Draw the budget of each block as a line over the steps. Return None if no budgets were recorded."""
     if record.budgets is None:
         return None
     from matplotlib import colormaps
 
     height = max(4.8, 1.2 + 0.17 * len(record.blocks))
     figure, (axes,) = _figure(8.6, height)
-    # Colors from dark (first block) to light (last block). The range ends at a color that is visible on white.
+    # Colors from dark (first block) to light (last block). The lightest color is still visible on white.
     shown, colors = record.thinned, colormaps["viridis"](np.linspace(0, 0.88, len(record.blocks)))
     for i, color in enumerate(colors):
         marker = "o" if len(shown) < 3 else ""
@@ -128,18 +128,18 @@ def draw_budgets(record: Record) -> Drawing | None:
     return Drawing(
         "budgets.png",
         "Budgets over time",
-        f"Lines over the optimizer steps, one for each block. At the last step ({record.steps[-1]}):"
-        f" {_listed(record.labels, record.budgets[-1], '.3f')}.",
-        "Fraction of the incoming patch tokens that each block passes on in each step. Dark lines are the first blocks,"
-        " and light lines the last blocks.",
+        "The figure shows one line for each block over the optimizer steps. Budgets at the last step"
+        f" ({record.steps[-1]}): {_listed(record.labels, record.budgets[-1], '.3f')}.",
+        "Fraction of the incoming patch tokens that each block passes on in each step. Dark lines show the first"
+        " blocks, and light lines show the last blocks.",
         figure,
     )
 
 
 def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, height: float) -> None:
-    """Write the names of the blocks at the ends of their lines, without overlap.
+    """Write the names of the blocks at the ends of the lines, without overlap.
 
-    `height` is the figure height in inches.
+    `height` is the height of the figure in inches.
     """
     low, high = axes.get_ylim()
     size = 10 if len(values) <= MAX_LABELS else 8
@@ -149,7 +149,7 @@ def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, hei
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + gap)
     places[-1] = min(places[-1], high)
-    for i in range(len(places) - 2, -1, -1):  # moves labels down from the upper edge of the figure
+    for i in range(len(places) - 2, -1, -1):  # labels are moved down from the upper edge of the figure
         places[i] = min(places[i], places[i + 1] - gap)
     for block, place in zip(order, places, strict=True):
         line = {
@@ -177,7 +177,7 @@ def _label_ends(axes: Axes, record: Record, values: np.ndarray, colors: Any, hei
 
 
 def draw_trained(record: Record) -> Drawing:
-    """Draw bars with the fraction of recorded steps in which each block trained."""
+    """Draw a bar for each block that shows the fraction of recorded steps in which the block was trained."""
     shares = record.trained.mean(0)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, 100 * shares, [f"{share:.0%}".rstrip("%") for share in shares])
@@ -185,15 +185,15 @@ def draw_trained(record: Record) -> Drawing:
     return Drawing(
         "trained.png",
         "Training frequency",
-        f"Bars, one for each block: {_listed(record.labels, shares, '.0%')}.",
-        "Fraction of the recorded steps in which a parameter of the block trained. On average,"
-        f" {record.trained.sum(1).mean():.3g} of {len(record.blocks)} blocks train in a step.",
+        f"The figure shows one bar for each block: {_listed(record.labels, shares, '.0%')}.",
+        "Fraction of the recorded steps in which at least one parameter of the block was trained. On average,"
+        f" {record.trained.sum(1).mean():.3g} of {len(record.blocks)} blocks are trained in a step.",
         figure,
     )
 
 
 def draw_tokens(record: Record) -> Drawing:
-    """Draw the number of tokens after each block. Bars are means over the recorded steps, and lines are ranges."""
+    """Draw the number of tokens after each block. Bars show means over the recorded steps, and lines show ranges."""
     mean, least, most = mean_over_steps(record.tokens), np.fmin.reduce(record.tokens), np.fmax.reduce(record.tokens)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, mean, [short(value) for value in mean], inside=True)
@@ -203,13 +203,13 @@ def draw_tokens(record: Record) -> Drawing:
         spans = [mean[at] - least[at], most[at] - mean[at]]
         axes.errorbar(at, mean[at], spans, fmt="none", ecolor="#333333", capsize=3, linewidth=1)
     axes.set(ylim=(0, 1.12 * np.nanmax(most, initial=1)), ylabel="tokens of an image", title="Tokens after each block")
-    ranges = " Bars show the mean over the recorded steps, and lines the minimum and maximum." if varies.any() else ""
+    ranges = " Bars show the means over the recorded steps, and lines show the ranges." if varies.any() else ""
     return Drawing(
         "tokens.png",
         "Tokens after each block",
-        f"Bars, one for each block: {_listed(record.labels, mean, '.4g')}.",
-        "Number of tokens in training, including class and fused tokens. In networks without tokens, number of"
-        f" positions of the feature map.{ranges}",
+        f"The figure shows one bar for each block: {_listed(record.labels, mean, '.4g')}.",
+        "Number of tokens during training, including class tokens and fused tokens. For networks without tokens, the"
+        f" number of positions in the feature map is shown.{ranges}",
         figure,
     )
 
@@ -217,7 +217,7 @@ def draw_tokens(record: Record) -> Drawing:
 def draw_magnitudes(record: Record) -> Drawing:
     """Draw the relative magnitudes of the blocks.
 
-    Lines show the beginning and the end of the record. A heat map shows all steps.
+    Lines show the magnitudes at the beginning and at the end of the record. A heat map shows the magnitudes over time.
     """
     first, last, called = record.ends
     shown = record.thinned
@@ -248,22 +248,22 @@ def draw_magnitudes(record: Record) -> Drawing:
     counts = zip(record.labels, alone.sum(0), strict=True)
     where = ", ".join(f"block {label} in {n} of {len(alone)} records" for label, n in counts if n)
     special = (
-        f" Only prefix tokens are compared, since positions of other tokens are unknown: {where}." if where else ""
+        f" Only prefix tokens are compared where the positions of other tokens are unknown: {where}." if where else ""
     )
     return Drawing(
         "magnitudes.png",
         "Relative magnitudes",
-        f"Lines over the blocks for the {called} at the beginning and at the end"
-        + (", and a heat map of block and optimizer step" if several else "")
-        + f". At the end: {_listed(record.labels, end, '.3f')}.",
+        f"The figure shows lines over the blocks for the {called} at the beginning and at the end"
+        + (", and a heat map over blocks and optimizer steps" if several else "")
+        + f". Values at the end: {_listed(record.labels, end, '.3f')}.",
         "Relative change of the tokens in a block: ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the output of the block and"
-        f" f(x) its difference from the input, averaged over images and tokens.{special}",
+        f" f(x) is the difference between output and input. The values are averaged over images and tokens.{special}",
         figure,
     )
 
 
 def mean_over_steps(values: np.ndarray) -> np.ndarray:
-    """Return the mean over T recorded steps: (T, B) → (B,). The mean of a block without values is NaN."""
+    """Return the means over T recorded steps for B blocks: (T, B) → (B,). The mean of a block without values is NaN."""
     there = ~np.isnan(values)
     sums, counts = np.where(there, values, 0).sum(0), there.sum(0)
     return np.where(counts > 0, sums / np.maximum(counts, 1), np.nan)

@@ -1,4 +1,4 @@
-"""Show the patches that a network keeps, on images of the run's evaluation split."""
+"""Figure of the patches that a trained network keeps, for images of the evaluation split of a run."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import BlockIO, observe_blocks
 from efficient_ft.training.output import checkpoint, export
 
-#: Maximum number of blocks in the figure. If more blocks drop tokens, evenly spaced blocks are shown.
+#: Maximum number of blocks in the figure. If more blocks drop tokens, a subset of evenly spaced blocks is shown.
 MAX_DROPS = 5
-#: Dropped patches are darkened to this brightness, and tinted dark blue to distinguish them from black patches.
+#: Brightness and tint of dropped patches. The dark blue tint distinguishes dropped patches from black patches.
 DIMMED, TINT = 0.2, (0.08, 0.11, 0.30)
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Images and, for each block that drops tokens, the patches that remain after the block.
+    """Images, and the patches that each block keeps, for all blocks that drop tokens.
 
     Attributes:
-        pixels: images before normalization, of shape (N, height, width, 3) and with values from 0 to 1.
+        pixels: images without normalization, with shape (N, height, width, 3) and values from 0 to 1.
         classes: class name of each image.
         blocks: labels of the blocks that drop tokens.
-        masks: for each of these blocks, a (N, H, W) array that is True where the patch is kept.
-        fused: for each of these blocks, the largest number of fused tokens in an image.
+        masks: for each block in `blocks`, an array of shape (N, H, W) that is True for kept patches.
+        fused: for each block in `blocks`, the maximum number of fused tokens per image.
         shown: description of the forward pass for the caption.
     """
 
@@ -49,12 +49,11 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Run the trained network on the first `count` images of the run's evaluation split.
+    """Run the trained network on the first `count` images of the evaluation split, and return the kept patches. With
+    several tasks, the images of the first task are used.
 
-    With several tasks, the images of the first task are used.
-
-    If tokens are dropped only in training (ALaST), the blocks drop them with the budgets in the run's checkpoint.
-    Dropout and drop path are disabled.
+    If tokens are dropped only in training (ALaST), the blocks drop tokens with the budgets in the checkpoint of the
+    run, while dropout and drop path are disabled.
 
     Raises:
         UserError: If weights or data are missing, no tokens are dropped, or the positions of tokens are unknown.
@@ -69,8 +68,8 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     model, of_model = trained.model, view(trained.model)
     of_task = f" of {next(iter(config.tasks))}" if config.tasks else ""
     passes = (
-        f"The first {len(batch)} images of the {images.best_split} split{of_task}, with the weights of"
-        " model.safetensors"
+        f"The network processed the first {len(batch)} images of the {images.best_split} split{of_task} with the"
+        " weights of model.safetensors"
     )
     shown = f"{passes}, as in evaluation."
     drops = _drops(model, of_model.blocks, batch)
@@ -80,11 +79,11 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
         for method in methods:
             method.load_state_dict(held["callbacks"]["MethodCallback"][method.state_key])
             method.apply(model)
-            for name in of_model.blocks:  # not recursive, so that dropout remains disabled
+            for name in of_model.blocks:  # only this module is changed, so dropout remains disabled
                 model.get_submodule(name).training = True
             shown = (
-                f"{passes}, with tokens dropped as in training by the budgets after step {held['global_step']}, dropout"
-                " disabled. Evaluation keeps all tokens."
+                f"{passes}. Tokens are dropped as in training, with the budgets after step {held['global_step']}, but"
+                " dropout is disabled. Evaluation keeps all tokens."
             )
         drops = _drops(model, of_model.blocks, batch)
     if not drops:
@@ -114,14 +113,14 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
 
 
 def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarray]:
-    """Return the grid positions (N, K) of kept tokens for each block that drops tokens, by block index."""
+    """Return a dict from the index of each block that drops tokens to the grid positions (N, K) of the kept tokens."""
     drops: dict[int, np.ndarray] = {}
 
     def see(index: int, passed: BlockIO) -> None:
         if passed.after is None or passed.y.shape[1] == passed.x.shape[1]:
             return
         if passed.after.grid_index_BL is None:
-            raise UserError("The grid positions of tokens are unknown: tokens were merged or dropped at random.")
+            raise UserError("The grid positions of tokens are unknown, because tokens were merged or randomly dropped.")
         drops[index] = passed.after.grid_index_BL.numpy()
 
     with torch.no_grad(), observe_blocks(model, blocks, see):
@@ -130,7 +129,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
 
 
 def draw_kept(kept: Kept) -> Drawing:
-    """Draw a row for each image: the image, and a copy after each drop in which the dropped patches are darkened."""
+    """Draw one row for each image, with the image and a copy for each drop in which dropped patches are darkened."""
     count = len(kept.blocks)
     chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_DROPS)).round().astype(int))
     images, (height, width) = len(kept.pixels), kept.pixels.shape[1:3]
@@ -151,21 +150,21 @@ def draw_kept(kept: Kept) -> Drawing:
     titles = ["image", *(f"after block {kept.blocks[i]}:\n{_counted(kept.masks[i])} of {patches}" for i in chosen)]
     for place, title in zip(axes[0], titles, strict=True):
         place.set_title(title, fontsize=10)
-    left_out = f" {count} blocks drop tokens; {len(chosen)} of them are shown." if count > len(chosen) else ""
-    fused = f" Up to {max(kept.fused)} fused tokens of dropped patches are also kept." if max(kept.fused) else ""
+    left_out = f" Only {len(chosen)} of the {count} blocks that drop tokens are shown." if count > len(chosen) else ""
+    fused = f" Up to {max(kept.fused)} tokens fused from dropped patches are also kept." if max(kept.fused) else ""
     steps = ", ".join(f"block {kept.blocks[i]}: {_counted(kept.masks[i])} of {patches}" for i in chosen)
     return Drawing(
         "kept_tokens.png",
         "Kept tokens",
-        f"{images} images ({', '.join(kept.classes)}), each next to copies with the dropped patches darkened. Kept"
-        f" after {steps}.",
+        f"{images} images ({', '.join(kept.classes)}), each next to copies in which dropped patches are darkened."
+        f" Kept patches after {steps}.",
         f"Dark blue patches are dropped. {kept.shown}{fused}{left_out}",
         figure,
     )
 
 
 def _dimmed(pixels: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Darken the pixels (height, width, 3) of patches that are not in the mask (H, W)."""
+    """Return a copy of the pixels (height, width, 3) in which patches outside the mask (H, W) are darkened."""
     height, width = pixels.shape[:2]
     rows, columns = np.arange(height) * mask.shape[0] // height, np.arange(width) * mask.shape[1] // width
     return np.where(mask[rows][:, columns, None], pixels, DIMMED * pixels + (1 - DIMMED) * np.array(TINT))

@@ -1,4 +1,4 @@
-"""Figures of the papers that do not require a training run."""
+"""Figures of papers that do not require a training run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
 
-#: Number of images in the batch.
+#: Batch size that is used for the figures.
 IMAGES = 16
 
 
@@ -38,7 +38,10 @@ def _model_and_batch(config: Config) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def relative_magnitudes(config: Config) -> Chart:
-    """ALaST, Figure 2: ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model, averaged over images and tokens."""
+    """ALaST, Figure 2: relative magnitude ‖f(x)‖ / ‖f(x) + x‖ of each block of a pretrained model.
+
+    The values are averaged over images and tokens.
+    """
     model, batch, _ = _model_and_batch(config)
     of_model, found = view(model), dict[int, float]()
 
@@ -51,7 +54,7 @@ def relative_magnitudes(config: Config) -> Chart:
     with torch.no_grad(), observe_blocks(model, of_model.blocks, keep):
         model(batch)
     if not found:
-        raise UserError(f"{of_model.name} has no blocks whose input and output can be compared.")
+        raise UserError(f"The model {of_model.name} has no blocks whose input and output can be compared.")
     labels = block_labels(of_model.blocks)
     series = Series(config.model.name, [labels[i] for i in found], list(found.values()))
     return Chart("Relative magnitude", [Panel("", "block", "‖f(x)‖ / ‖f(x) + x‖", [series], "bars")])
@@ -60,12 +63,12 @@ def relative_magnitudes(config: Config) -> Chart:
 def class_attention(config: Config) -> Chart:
     """ALaST, Figure 4: attention of the class token to the patches of the first image, averaged over the heads.
 
-    The figure shows the 2nd, 4th and 6th block.
+    The figure shows the second, fourth and sixth block.
     """
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
     if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
-        raise UserError(f"{of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
+        raise UserError(f"The model {of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
     maps: dict[int, Tensor] = {}
 
     def keep(index: int, attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
@@ -80,7 +83,7 @@ def class_attention(config: Config) -> Chart:
     with torch.no_grad():
         model(batch[:1])
     if any(math.isqrt(len(m)) ** 2 != len(m) for m in maps.values()):
-        raise UserError(f"{of_model.name} has no square grid of patches. Set model.image_size to one number.")
+        raise UserError(f"The model {of_model.name} has no square grid of patches. Set model.image_size to one number.")
     panels = [
         Panel(f"block {index + 1}", "", "", [Series(f"block {index + 1}", list(range(len(m))), m.tolist())], "image")
         for index, m in maps.items()
@@ -89,16 +92,16 @@ def class_attention(config: Config) -> Chart:
 
 
 def gradient_spectrum(config: Config) -> Chart:
-    """LBP-WHT, Figure 5: energy of g_y in each Walsh-Hadamard basis (i, j), at the last attention layer of the model.
+    """LBP-WHT, Figure 5: energy of the gradient g_y in each Walsh-Hadamard basis (i, j) for the last attention layer.
 
-    g_y is the gradient of the loss with respect to the output of the layer. It is computed for one batch, and for the
-    pretrained model with a new classifier.
+    g_y is the gradient of the loss with respect to the output of the layer. The gradient is computed for one batch and
+    for the pretrained model with a new classifier.
     """
     model, batch, labels = _model_and_batch(config)
     of_model = view(model)
     layers = [layer for layer in of_model.layers if layer.tokens is not None and layer.in_attention]
     if not layers:
-        raise UserError(f"{of_model.name} has no attention layer over a grid of tokens.")
+        raise UserError(f"The model {of_model.name} has no attention layer over a grid of tokens.")
     for name in of_model.head:  # A classifier with zero weights would block all gradients.
         for parameter in model.get_submodule(name).parameters():
             nn.init.normal_(parameter, std=0.02)
@@ -110,7 +113,7 @@ def gradient_spectrum(config: Config) -> Chart:
     for one in layers[-4:]:
         model.get_submodule(one.name).register_forward_hook(partial(keep, one.name))
     F.cross_entropy(model(batch), labels).backward()
-    # At the last attention layer, only the class token may have a gradient. In this case, use the layer before it.
+    # If only the class token has a gradient in the last attention layer, the previous attention layer is used.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0
     )
@@ -121,7 +124,7 @@ def gradient_spectrum(config: Config) -> Chart:
 
 
 def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
-    """Return the gradient at the patches, with shape (B, H, W, C)."""
+    """Return the gradient of the patches as a tensor of shape (B, H, W, C)."""
     assert layer.tokens is not None
     if gradient.dim() == 4:  # a 1×1 convolution
         gradient = gradient.flatten(2).transpose(1, 2)
@@ -129,9 +132,8 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at batch size 16, counted by TinyTL's rule.
-
-    The limits of devices are omitted, since the paper does not print them.
+    """Back Razor, Figure 1: training memory at batch size 16, counted in the same way as in TinyTL. The memory limits
+    of devices are omitted, because the paper does not give their values.
     """
     networks = (
         ("ResNet-50", "resnet50", ()),
@@ -155,7 +157,7 @@ FIGURES: dict[str, Callable[[Config], Chart]] = {
 
 
 def model_figure(name: str, config: Config) -> Chart:
-    """Return the chart of a paper's figure. Raise a `UserError` if weights, images or model parts are missing."""
+    """Return the chart of a figure. Raise a `UserError` if weights, images or parts of the model are missing."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](config)

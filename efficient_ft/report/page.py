@@ -1,4 +1,4 @@
-"""A self-contained HTML page with the figures of a run, and the figures as PNG files."""
+"""Report of a run: a self-contained HTML page with figures, and the figures as PNG files."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ PAGE = "report.html"
 
 
 class Written(NamedTuple):
-    """The files of a report, and notes on figures that could not be drawn."""
+    """The written files of a report, and notes on figures that could not be drawn."""
 
     files: list[Path]
     notes: list[str]
 
 
 def write_report(run: Path, out: Path, images: int = 6) -> Written:
-    """Draw the record of `run`, and write the figures and the page to the folder `out`.
+    """Draw the figures of the record of `run`, and write the figures and the HTML page to the folder `out`.
 
     Args:
-        run: a run folder.
+        run: the run folder.
         out: the output folder, which is created if it does not exist.
-        images: number of images on which kept tokens are shown.
+        images: number of images for which the kept tokens are shown.
 
     Raises:
         UserError: If the run has no record, or matplotlib is not installed.
@@ -78,7 +78,7 @@ dd { margin: 0 0 .2rem 7rem; overflow-wrap: anywhere; }
 
 
 def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], notes: Sequence[str]) -> str:
-    """Return the HTML page: the `facts` with their titles, the `notes`, the `drawings`, and a table of the `record`."""
+    """Return the HTML page, which shows the `facts`, the `notes`, the `drawings`, and the `record` as a table."""
     title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     parts = [
         f'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{escape(title)}</title>',
@@ -103,7 +103,7 @@ def page(facts: dict[str, str], record: Record, drawings: Sequence[Drawing], not
 
 
 def table(record: Record) -> tuple[list[str], list[list[str]]]:
-    """Return the header and one row per block, with the plotted values at the beginning and end of the record."""
+    """Return the header and one row per block with the plotted values at the beginning and at the end of the record."""
     first, last, _ = record.ends
     columns: dict[str, list[str]] = {
         "block": record.blocks,

@@ -1,4 +1,4 @@
-"""Draw figures of the papers from the records of runs. Each function converts runs to a chart."""
+"""Figures of papers that are drawn from the records of runs. Each function returns the chart of one figure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACCURACY = "accuracy (%)"
 
 
 class Runs:
-    """Finished runs, and methods that select the data for the figures."""
+    """Finished runs, with methods that select the data for the figures."""
 
     def __init__(self, found: Collection) -> None:
         self.found = found
@@ -31,10 +31,10 @@ class Runs:
         }
 
     def by_setting(self, method: str, key: str) -> list[tuple[float, list[Run]]]:
-        """Return the runs with `method`, grouped by the value of its setting `key` in ascending order.
+        """Return the runs that use `method`, grouped by the value of the setting `key`, in ascending order.
 
         Raises:
-            UserError: If there are fewer than two values.
+            UserError: If the setting has fewer than two different values.
         """
         found: dict[float, list[Run]] = defaultdict(list)
         for run in self.found.runs:
@@ -49,7 +49,7 @@ class Runs:
         return sorted(found.items())
 
     def recorded(self) -> list[tuple[str, Record]]:
-        """Return names and step statistics of the runs that recorded them. Raise a `UserError` if there are none."""
+        """Return the names and records of runs with step statistics. Raise a `UserError` if there are no such runs."""
         found = []
         for run in self.found.runs:
             with suppress(UserError):  # not recorded
@@ -59,11 +59,11 @@ class Runs:
         return found
 
     def name(self, run: Run) -> str:
-        """Return the name of a run, which contains its methods and the settings that differ from other runs."""
+        """Return the name of a run, which consists of its methods and the method settings that differ between runs."""
         return self._names[run.path]
 
     def by_name(self) -> dict[str, list[Run]]:
-        """Return the runs grouped by name."""
+        """Return a dict from names to lists of runs."""
         found: dict[str, list[Run]] = defaultdict(list)
         for run in self.found.runs:
             found[self.name(run)].append(run)
@@ -71,7 +71,7 @@ class Runs:
 
 
 def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
-    """Return the mean of a quantity over runs that differ only in the seed. The latest run of each seed counts.
+    """Return the mean of a quantity over runs that differ only in the seed. For each seed, only the latest run is used.
 
     Raises:
         UserError: If the runs differ in other settings or in their images.
@@ -82,9 +82,9 @@ def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
         one, two = (flatten(run.config.model_dump(mode="json")) for run in (runs[0], other))
         differs = [f"{name} ({one.get(name)}, {two.get(name)})" for name in names if one.get(name) != two.get(name)]
         raise UserError(
-            f"{runs[0].folder} and {other.folder} would be one point of this figure, but differ in"
+            f"The runs {runs[0].folder} and {other.folder} would be one point of this figure, but differ in"
             f" {', '.join(differs) or 'their images'}. Runs with different settings are never averaged. Pass the"
-            " folders of runs that differ only in the seed and in the quantities of the figure."
+            " folders of runs that differ only in the seed and in the settings that the figure compares."
         )
     (group,) = groups(runs)
     return float(np.mean([of(run) for run in group]))
@@ -120,7 +120,7 @@ def accuracy_by_order(runs: Runs) -> Chart:
 
 
 def marginal_accuracy(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 4: the slope of Figure 3, which is the accuracy gained per GFLOP of the backward pass."""
+    """LBP-WHT, Figure 4: slope of Figure 3, the accuracy gain per GFLOP of the backward pass."""
     points = [
         (order, _mean(group, _backward), _mean(group, accuracy_of))
         for order, group in runs.by_setting("lbp_wht", "order")
@@ -136,7 +136,7 @@ def marginal_accuracy(runs: Runs) -> Chart:
 def accuracy_by_sparsity(runs: Runs) -> Chart:
     """Back Razor, Figure 3: accuracy and saved bytes against sparsity.
 
-    Runs that prune only in the backward pass and runs that prune in both passes are separate series.
+    The figure shows separate series for runs that prune only in the backward pass and runs that prune in both passes.
     """
     runs.by_setting("back_razor", "sparsity")
     found: dict[str, dict[float, list[Run]]] = defaultdict(lambda: defaultdict(list))
@@ -165,7 +165,7 @@ def loss_curves(runs: Runs) -> Chart:
 
 
 def _curves(runs: Runs, x: str, y: str, scale: float = 1.0, times: float = 1.0) -> list[Series]:
-    """Return a training curve for each run. Raise a `UserError` if no run recorded both `x` and `y`."""
+    """Return the training curve of each run. Raise a `UserError` if no run recorded both `x` and `y`."""
     found = []
     for run in runs.found.runs:
         points = [
@@ -190,10 +190,10 @@ def _split(runs: Runs) -> str:
 
 # ---------------------------------------------------------------------------------------------- ALaST
 def relative_to_full(runs: Runs) -> Chart:
-    """ALaST, Figure 5: FLOPs of the run, peak memory, time and accuracy relative to full fine-tuning."""
+    """ALaST, Figure 5: total FLOPs, peak memory, time and accuracy relative to full fine-tuning."""
     full = [run for run in runs.found.runs if list(run.config.method) == ["full"]]
     if not full:
-        raise UserError("This figure requires a run of full fine-tuning, method=full.")
+        raise UserError("This figure requires a run of full fine-tuning (method=full).")
     numbers: Mapping[str, Callable[[Run], float]] = {
         "FLOPs": lambda run: run.results["totals"]["flops"],
         "memory": _peak,
@@ -204,7 +204,7 @@ def relative_to_full(runs: Runs) -> Chart:
     if not others:
         raise UserError("This figure requires runs of other methods in addition to full fine-tuning.")
     if _mean(full, accuracy_of) == 0:
-        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so ratios to it are undefined.")
+        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so relative values are undefined.")
     series = [
         Series(name, list(numbers), [_mean(own, of) / _mean(full, of) for of in numbers.values()])
         for name, own in others.items()
@@ -213,7 +213,7 @@ def relative_to_full(runs: Runs) -> Chart:
 
 
 def accuracy_during_training(runs: Runs) -> Chart:
-    """ALaST, Figure 6: accuracy against FLOPs and time during training, and against the peak memory of the runs."""
+    """ALaST, Figure 6: accuracy during training against FLOPs and time, and accuracy against the peak memory."""
     split = _split(runs)
     return Chart(
         "Accuracy during training",
@@ -224,20 +224,20 @@ def accuracy_during_training(runs: Runs) -> Chart:
 
 
 def accuracy_by_layers(runs: Runs) -> Chart:
-    """ALaST, Figure 8: accuracy against FLOPs for each number of layers that train in a step."""
+    """ALaST, Figure 8: accuracy against FLOPs for different numbers of layers that are trained in a step."""
     runs.by_setting("alast", "num_layers")
     series = _curves(runs, "flops", _split(runs), 1e12, 100)
     return Chart("Accuracy over FLOPs", [Panel("", "TFLOPs so far", ACCURACY, series)])
 
 
 def layer_frequency(runs: Runs) -> Chart:
-    """ALaST, Figure 9: fraction of the recorded steps in which each block trained."""
+    """ALaST, Figure 9: fraction of the recorded steps in which each block was trained."""
     series = [Series(name, record.labels, record.trained.mean(0).tolist()) for name, record in runs.recorded()]
     return Chart("How often each block trained", [Panel("", "block", "fraction of steps", series, "bars")])
 
 
 def layer_budgets(runs: Runs) -> Chart:
-    """ALaST, Figure 10: budget of each block over training, with a panel for each run."""
+    """ALaST, Figure 10: budget of each block during training, with one panel for each run."""
     panels = []
     for name, record in runs.recorded():
         if record.budgets is not None:
@@ -248,12 +248,12 @@ def layer_budgets(runs: Runs) -> Chart:
             ]
             panels.append(Panel(name, "step", "budget", series))
     if not panels:
-        raise UserError("The methods of these runs have no budgets. Train with method=alast step_stats.interval=1.")
+        raise UserError("The methods of these runs have no budgets. Train with method=alast and step_stats.interval=1.")
     return Chart("Budgets over training", panels[:4], notes=_left_out(panels, 4))
 
 
 def frequency_and_budgets(runs: Runs) -> Chart:
-    """ALaST, Figure 7: training frequency of each block, and its budget over training."""
+    """ALaST, Figure 7: training frequency of each block, and budget of each block during training."""
     budgets = layer_budgets(runs).panels
     panels = [*layer_frequency(runs).panels, *budgets[:1]]
     return Chart("Frequency and budgets of the blocks", panels, notes=_left_out(budgets, 1))
@@ -261,12 +261,12 @@ def frequency_and_budgets(runs: Runs) -> Chart:
 
 def _left_out(panels: Sequence[Panel], drawn: int) -> list[str]:
     names = [panel.title for panel in panels[drawn:]]
-    return [f"Not drawn: the budgets of {', '.join(names)}. Pass their folders alone."] if names else []
+    return [f"The budgets of {', '.join(names)} are not drawn. Pass each of these run folders alone."] if names else []
 
 
 # ---------------------------------------------------------------------------------------------- BSR
 def accuracy_time_memory(runs: Runs) -> Chart:
-    """BSR, Figure 1: accuracy against training time and against peak memory, with a point for each method."""
+    """BSR, Figure 1: accuracy against training time and against peak memory, with one point for each method."""
     time = Panel("time", "seconds of training", ACCURACY, _points(runs, _seconds), "points")
     memory = Panel("memory", "peak MiB", ACCURACY, _points(runs, _peak), "points")
     return Chart("Accuracy, time and memory", [time, memory])
@@ -291,7 +291,7 @@ def accuracy_and_memory(runs: Runs) -> Chart:
 
 
 def embeddings_before_and_after(runs: Runs) -> Chart:
-    """BSR, Figure 4: distributions of the embeddings and the class token before and after fine-tuning.
+    """BSR, Figure 4: distribution of the values of embeddings and class token before and after fine-tuning.
 
     The embeddings are the patch embedding and the position embedding.
     """
@@ -313,7 +313,7 @@ def embeddings_before_and_after(runs: Runs) -> Chart:
         if key in before and key in after
     ]
     if not panels:
-        raise UserError(f"{run.config.model.name} has no patch embedding, positions or class token.")
+        raise UserError(f"The model {run.config.model.name} has no patch embedding, position embedding or class token.")
     return Chart(f"Embeddings before and after fine-tuning: {runs.name(run)}", panels)
 
 
@@ -341,7 +341,7 @@ FIGURES: dict[str, Callable[[Runs], Chart]] = {
 
 
 def paper_figure(name: str, found: Collection) -> Chart:
-    """Return the chart of a paper's figure. Raise a `UserError` if the figure does not exist or the runs lack data."""
+    """Return the chart of a figure. Raise a `UserError` if the figure does not exist or data is missing in the runs."""
     if name not in FIGURES:
         raise SettingError("figure", name, FIGURES)
     return FIGURES[name](Runs(found))

@@ -1,4 +1,4 @@
-"""The figure of a plan: peak memory and step time of the recipes, by class."""
+"""Figure of a plan: peak memory and step time of the recipes, with one series for each class."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from efficient_ft.report.charts import Chart, Panel, Series
 
 
 def plan_chart(plan: Plan) -> Chart:
-    """Return the chart of all options of `plan` whose step time is known."""
+    """Return a chart of all options in `plan` whose step time is known."""
     series = []
     for exactness in Exactness:
         of = [o for o in plan.options if o.exactness is exactness and o.step_seconds is not None]

@@ -1,4 +1,4 @@
-"""Read the recorded steps of a run."""
+"""Functions that read the recorded steps of a run."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from efficient_ft.record.results import read_results
 from efficient_ft.record.rows import Rows
 from efficient_ft.record.step_stats import NAME
 
-#: Maximum number of steps in figures. Longer records are thinned evenly.
+#: Maximum number of steps in figures. For longer records, evenly spaced steps are shown.
 MAX_STEPS = 600
 
 
 @dataclass(frozen=True)
 class Record:
-    """The rows of step_stats.jsonl: T recorded steps of B blocks. See `efficient_ft.record.step_stats`.
+    """The rows of step_stats.jsonl for T recorded steps and B blocks (see `efficient_ft.record.step_stats`).
 
-    `steps` (T,) contains the numbers of optimizer steps, starting at 1. `blocks` are the full names of the blocks, and
-    `labels` are short names (`block_labels`). The other arrays have the shape (T, B). Values that were not recorded are
-    NaN. `budgets` is None if the run has no budgets.
+    `steps` (T,) contains the numbers of the optimizer steps, counted from 1. `blocks` contains the full names of the
+    blocks, and `labels` contains their short names (`block_labels`). The other arrays have the shape (T, B). Values
+    that were not recorded are NaN. `budgets` is None if the run has no budgets.
     """
 
     steps: np.ndarray
@@ -47,35 +47,35 @@ class Record:
 
     @property
     def ends(self) -> tuple[slice, slice, str]:
-        """Return the first and the last tenth of the record as slices, and a description of their length."""
+        """Slices for the first and the last tenth of the record, and a description of the length of a slice."""
         share = max(1, len(self.steps) // 10)
         called = "record" if share == 1 else f"{share} records"
         return slice(0, share), slice(-share, None), called
 
     @property
     def thinned(self) -> np.ndarray:
-        """Return indices of at most `MAX_STEPS` evenly spaced steps."""
+        """Indices of at most `MAX_STEPS` evenly spaced steps."""
         return spread(len(self.steps), MAX_STEPS)
 
 
 def read(run: Path) -> Record:
     """Read the record of `run`. Raise a `UserError` if the record does not exist or cannot be read."""
     if not run.is_dir():
-        raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
+        raise UserError(f"The folder {run} does not exist. {PASS_A_RUN}")
     rows = Rows(run / NAME).read()
     if not rows:
         if (run / CONFIG).is_file():
             read_config(run, PASS_A_RUN, USE_ITS_VERSION)
         raise UserError(
-            f"{run} contains no record ({NAME}). Train with step_stats.interval=1 (n: every n-th optimizer step). To"
-            " repeat a finished run, use resume=never."
+            f"The folder {run} contains no record ({NAME}). Train with step_stats.interval=n to record every n-th"
+            " optimizer step. To repeat a finished run, also set resume=never."
         )
     if not all({"step", "blocks", "trained"} <= row.keys() for row in rows):
-        raise UserError(f"{run / NAME} cannot be read: a row lacks step, blocks or trained. {USE_ITS_VERSION}")
+        raise UserError(f"The file {run / NAME} is incomplete: a row has no step, blocks or trained. {USE_ITS_VERSION}")
     try:
         return _record(rows)
-    except (TypeError, ValueError, IndexError) as error:  # wrong types, or rows of different lengths
-        raise UserError(f"{run / NAME} is damaged ({error}). Train again, with resume=never.") from error
+    except (TypeError, ValueError, IndexError) as error:  # a value has a wrong type, or rows have different lengths
+        raise UserError(f"The file {run / NAME} is damaged ({error}). Train again with resume=never.") from error
 
 
 def _record(rows: Sequence[dict[str, Any]]) -> Record:
@@ -101,16 +101,15 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Return short names of blocks, which consist of the numbers in the full names.
-
-    The full names are returned if the short names would not be unique.
+    """Return short names of blocks, which consist of the numbers in the full names. If the short names are not unique,
+    return the full names.
     """
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
 def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
-    """Return facts about a run as a dictionary from title to text, and the configuration of the run.
+    """Return a dictionary from titles to facts about a run, and the configuration of the run.
 
     Raises:
         UserError: If a file is damaged.
@@ -143,5 +142,5 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     else:
         facts["Accuracy"] = "the run has not finished"
     steps = record.steps
-    facts["Recorded"] = f"{len(steps)} optimizer steps, from {steps[0]} to {steps[-1]}; batch {config.data.batch_size}"
+    facts["Recorded"] = f"{len(steps)} steps (from {steps[0]} to {steps[-1]}), batch size {config.data.batch_size}"
     return facts, config

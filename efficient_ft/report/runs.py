@@ -1,4 +1,4 @@
-"""One HTML page for several runs: a sortable table, plots of accuracy against costs, and training curves."""
+"""HTML page for several runs with a sortable table, plots of accuracy against costs, and training curves."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from efficient_ft.report.record import read
 from efficient_ft.task import TASKS
 from efficient_ft.training.output.predict_masks import EXAMPLES
 
-#: Maximum number of points per curve, so that a page with 200 runs opens without delay.
+#: Maximum number of points per curve. With this limit, a page with 200 runs opens without delay.
 MAX_POINTS = 120
 
 #: Maximum number of runs whose predictions are shown.
 MAX_PICTURES = 20
 
-#: Keys that the metrics of every kind of task have in metrics.jsonl.
+#: Keys in metrics.jsonl that store the metric of a task, for all kinds of task.
 METRICS = frozenset(f"{split}_{task.metric}" for split in ("val", "test") for task in TASKS.values())
 
-#: Columns of `record.collection.run_rows` that are used as x axes of accuracy plots.
+#: Columns of `record.collection.run_rows` that are used for the x axes of accuracy plots.
 COSTS = ("TFLOPs of the run", "backward MFLOPs/sample", "saved MiB/sample", "peak MiB", "seconds", "joules",
          "trainable M")  # fmt: skip
 
 
 def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
-    """Write a page for all runs in and below `paths` to `out`. Raise a `UserError` if a path contains no run."""
+    """Write a page to `out` for all runs in `paths` and subfolders. Raise a `UserError` if a path contains no run."""
     found = collect_paths(paths)
     title = f"{len(found.runs)} runs" if len(found.runs) > 1 else names_of(found.runs)[0]
     roots = ", ".join(path.name or str(path) for path in paths)
@@ -50,8 +50,11 @@ def write_runs_page(paths: Sequence[Path], out: Path) -> Path:
     held = json.dumps(page_data(found), ensure_ascii=False, allow_nan=False)
     text = page.substitute(
         title=escape(f"{title}: {roots}"),
-        about=escape(f"Accuracy is measured with the best weights, on {_splits(found)}. Costs are executed counts."),
-        data=held.replace("<", "\\u003c"),  # </script> and <!-- in names would break the page
+        about=escape(
+            f"Accuracy is measured with the weights of the best epoch on {_splits(found)}. FLOPs and saved bytes are"
+            " counted in executed steps."
+        ),
+        data=held.replace("<", "\\u003c"),  # names that contain </script> or <!-- would break the page
         pictures=_pictures(found.runs),
     )
     write_text_atomically(out / "report.html", text)
@@ -62,7 +65,7 @@ def _pictures(runs: Sequence[Run]) -> str:
     have = [
         (run, name)
         for run, name in zip(runs, names_of(runs), strict=True)
-        # A link is not followed, since it may refer to a private file.
+        # A link is not followed, because the link may refer to a private file.
         if (run.path / EXAMPLES).is_file() and not (run.path / EXAMPLES).is_symlink()
     ]
     if not have:
@@ -70,18 +73,18 @@ def _pictures(runs: Sequence[Run]) -> str:
     parts = ["<h2>Predictions</h2>"]
     for run, name in have[:MAX_PICTURES]:
         source = base64.b64encode((run.path / EXAMPLES).read_bytes()).decode()
-        caption = f"{escape(name)}: test images, their masks, and the predictions on the images."
+        caption = f"{escape(name)}: test images, the masks of the images, and the predicted masks."
         parts.append(
             f'<figure><img src="data:image/png;base64,{source}" alt="{escape(name)}">\n'
             f"<figcaption>{caption}</figcaption></figure>"
         )
     if len(have) > MAX_PICTURES:
-        parts.append(f"<p>{len(have) - MAX_PICTURES} further runs have {EXAMPLES} in their folders.</p>")
+        parts.append(f"<p>{len(have) - MAX_PICTURES} additional runs have a file {EXAMPLES} in their run folders.</p>")
     return "\n".join(parts)
 
 
 def collect_paths(paths: Sequence[Path]) -> Collection:
-    """Return the finished runs in and below `paths`. Raise a `UserError` if no run has finished."""
+    """Return the finished runs in `paths` and their subfolders. Raise a `UserError` if no run has finished."""
     runs: list[Run] = []
     ignored: dict[str, str] = {}
     copies: dict[str, str] = {}
@@ -115,7 +118,7 @@ def _splits(found: Collection) -> str:
 
 
 def page_data(found: Collection) -> dict[str, Any]:
-    """Return the data of the page, which is embedded as JSON."""
+    """Return the data that is embedded in the page as JSON."""
     header, table = run_rows(found)
     words = header.index("split")
     names = names_of(found.runs)
@@ -155,8 +158,8 @@ def page_data(found: Collection) -> dict[str, Any]:
 def names_of(runs: Sequence[Run]) -> list[str]:
     """Return a name for each run.
 
-    A name consists of the methods, the settings that differ, the model and the data set if there are several, and the
-    seed.
+    A name consists of the methods, the settings that differ between runs, and the seed. If the runs use several models
+    or data sets, the name also contains the model or the data set.
     """
     models, data = {run.config.model.name for run in runs}, {run.data for run in runs}
     names = []
@@ -167,9 +170,8 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """Return the methods of each run, and the settings in which runs with the same methods differ.
-
-    Only settings whose names start with `prefix` are included.
+    """Return a name for each run that consists of the methods and the settings in which runs with the same methods
+    differ. Only settings that start with `prefix` are included.
     """
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -184,17 +186,17 @@ def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
 
 
 def accuracy_of(run: Run) -> float:
-    """Return the accuracy in percent on the test images, or, if there are none, on the split that selects epochs."""
+    """Return the accuracy of a run in percent (see `final_accuracy`)."""
     return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
 def _curve_rows(folder: Path) -> list[dict[str, float]]:
     """Return the points of the training curves.
 
-    Each point contains the step, epoch, TFLOPs, seconds and images so far, and the loss or the accuracy.
+    Each point contains the step, epoch, totals up to this step (TFLOPs, seconds, images), and loss or accuracy.
     """
     rows = MetricsFile(folder).read()
-    windows = any("train_loss" in row for row in rows)  # Short runs log no loss of steps.
+    windows = any("train_loss" in row for row in rows)  # Short runs log only the loss of epochs.
     points = []
     for every in rows:
         row = {key: value for key, value in every.items() if isinstance(value, int | float)}
@@ -208,7 +210,7 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "accuracy %": next((100 * v for k, v in row.items() if k in METRICS), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
-    # The curves are thinned separately, because there are many more rows of steps than of epochs.
+    # The curves of loss and accuracy are thinned separately, because steps have many more rows than epochs.
     losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", "accuracy %"))
     best = max(accuracies, key=lambda i: points[i]["accuracy %"], default=None)
     kept = {*_thinned(losses), *_thinned(accuracies), *(() if best is None else (best,))}
@@ -220,9 +222,8 @@ def _thinned(places: Sequence[int]) -> list[int]:
 
 
 def budgets_of(folder: Path) -> dict[str, Any] | None:
-    """Return the recorded budgets of a run, or None if none were recorded.
-
-    The result contains the steps, the names of the blocks, and the values for each step.
+    """Return the recorded budgets of a run, or None if no budgets were recorded. The result contains the steps, the
+    names of the blocks, and the budgets at each step.
     """
     try:
         record = read(folder)

@@ -1,4 +1,4 @@
-"""The table of a study: the accuracy of each row over the seeds, and the cost of each row."""
+"""Table of a study, with the accuracy of each row over the seeds and the cost of each row."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
-#: Mark of a value at an end of the grid. A better value may be outside the grid.
+#: Mark of a best value at an end of the grid. In this case, a better value may exist outside the grid.
 AT_END = "*"
 
 
-#: Number formats in Markdown by prefix of the column name.
+#: Dict from prefixes of column names to number formats in Markdown.
 _FORMATS = {"TFLOPs": ".2f", "times fewer FLOPs": ".2f", "saved KiB": ".0f", "times fewer bytes": ".1f",
             "peak MiB": ".0f", "process MiB": ".0f", "seconds": ".0f"}  # fmt: skip
 
 
 def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header and a line for each tuned row of `rows`.
+    """Return the header of the table and a line for each tuned row in `rows`.
 
-    Ratios are relative to the row ``full`` or, if it does not exist, to the first row. The accuracy (or the metric of
-    the task) is the mean over the seeds in percent, with minimum and maximum. Costs are the costs of one run. The
-    column of process memory exists only if process memory was recorded for all rows.
+    Ratios are relative to the row ``full``, or to the first row if ``full`` does not exist. The accuracy (or the metric
+    of the task) is given in percent as the mean over the seeds, with the minimum and maximum. Costs refer to one run.
+    The table has a column for process memory only if process memory was recorded for all rows.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
@@ -40,7 +40,7 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
 
 
 def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
-    """Return the header and the lines of `study_cells` as text for Markdown."""
+    """Return the header and the lines of `study_cells`, formatted as text for Markdown."""
     header, lines = study_cells(records, rows)
     formats = [next((f for start, f in _FORMATS.items() if name.startswith(start)), "") for name in header]
     return [
@@ -76,27 +76,27 @@ def spread(values: Sequence[float]) -> str:
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:
-    """Return notes on marks in the table, on rows that are not tuned or diverged, and on missing seeds."""
+    """Return notes on marks in the table, on rows that diverged or are not tuned yet, and on missing seeds."""
     said = []
     if any(AT_END in str(line[1]) for line in study_cells(records, rows)[1]):
-        said.append(f"{AT_END}: the best value is at an end of the grid.")
+        said.append(f"{AT_END} marks a best value at an end of the grid.")
     if alike := records.of_the_search_alone():
         ignored = ", ".join(records.study.tune.ignore)
-        said.append(f"Search runs whose {ignored} differs from the table: {alike}.")
+        said.append(f"The search also uses runs with a different {ignored} (number of runs: {alike}).")
     if other := records.of_other_settings():
-        said.append(f"Unused runs with earlier settings of the study: {other}.")
+        said.append(f"Runs with earlier settings of the study are not used (number of runs: {other}).")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
-        said.append(f"Not tuned yet: {', '.join(waiting)}.")
+        said.append(f"These rows are not tuned yet: {', '.join(waiting)}.")
     diverged = [row for row in rows if row not in waiting and records.best_value(row) is None]
     if diverged:
-        said.append(f"Diverged at every value: {', '.join(diverged)}.")
+        said.append(f"These rows diverged at every value: {', '.join(diverged)}.")
     seeds = len(records.study.seeds)
     for row in rows:
         lost = [run.seed for run in records.seed_runs([row]) if "diverged" in (records.find(run) or {})]
         if lost:
-            said.append(f"{row} diverged at its best value with seed {', '.join(map(str, lost))}.")
+            said.append(f"The row {row} diverged at its best value with seed {', '.join(map(str, lost))}.")
     fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < seeds]
     if fewer:
-        said.append(f"Rows with fewer than {seeds} seeds: {', '.join(fewer)}.")
+        said.append(f"These rows have results for fewer than {seeds} seeds: {', '.join(fewer)}.")
     return said

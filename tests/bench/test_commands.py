@@ -101,7 +101,7 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
     printed = capsys.readouterr().out
     assert all(format_bytes(record["memory"]["growth_bytes"]) in printed for record in (full, head))
     assert "used" in " ".join(printed.split())
-    assert "# measuring the memory of full" in printed
+    assert "# Measuring the memory of the recipe full" in printed
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_a_recipe_whose_process_is_killed_is_a_row_without_numbers(
     monkeypatch.chdir(tmp_path)
     run("memory", "--model", "vit_digits", "full", "--json", "out.json")
     report = json.loads(Path("out.json").read_text(encoding="utf-8"))
-    assert report["recipes"] == {"full": {"failure": "killed by SIGKILL, likely for lack of memory"}}
+    assert report["recipes"] == {"full": {"failure": "killed by SIGKILL, probably for lack of memory"}}
     assert "note: full: killed by SIGKILL" in capsys.readouterr().out
 
 

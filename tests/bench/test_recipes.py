@@ -42,7 +42,7 @@ def test_a_recipe_becomes_overrides_of_the_command_line(text: str, name: str, ov
     ("texts", "message"),
     [
         (["lbp_wht:"], "[NAME=]METHOD"),
-        (["lbp_wht:order"], "settings have the form KEY=VALUE, got order"),
+        (["lbp_wht:order"], "settings must have the form KEY=VALUE, got order"),
         (["lbp.wht=full"], "METHOD:KEY=VALUE"),
         (["full", "full"], "Two recipes have the same name"),
     ],

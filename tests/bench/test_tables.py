@@ -80,7 +80,7 @@ def test_a_ratio_is_the_recipe_divided_by_the_baseline():
 
 def test_a_busy_machine_is_noted_under_the_table():
     last = report_text(step_report(0.51)).splitlines()[-1]
-    assert last.startswith("note: The machine was busy (load 0.5 at the start, above 0.5)")
+    assert last.startswith("note: The machine was busy: the load at the start (0.5) was above 0.5.")
 
 
 def test_process_memory_is_next_to_counted_bytes():

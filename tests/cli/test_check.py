@@ -24,7 +24,7 @@ def test_a_good_folder_has_status_0_a_sheet_and_a_record(
     assert main(["data=folder", f"data.root={root}", "data.num_workers=0", "--html", f"--out={out}"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "2 classes: cat, dog" in printed
-    assert "No model is given: samples are prepared for deit_tiny." in printed
+    assert "No model is given. Samples are prepared for deit_tiny." in printed
     assert sorted(path.name for path in out.iterdir()) == ["check.json", "samples.html", "samples.png"]
     assert [path for path in sorted(tmp_path.rglob("*")) if out not in (path, *path.parents)] == before
     assert json.loads((out / "check.json").read_text())[""]["splits"]["test"]["samples"] == 4
@@ -57,10 +57,10 @@ def test_unusable_files_are_grouped_by_reason(
     printed = capsys.readouterr().out
     text = " ".join(printed.split())
     assert "61 samples cannot be used." in text
-    assert "30 × not readable as an image (the file is empty)." in text
-    assert "30 × not readable as an image (its content is JSON" in text
+    assert "30 × the file is not readable as an image (the file is empty)." in text
+    assert "30 × the file is not readable as an image (the file contains JSON" in text
     assert text.count("… and 27 more") == 2
-    assert f"{root}/test/cat/0.jpg: not readable as an image (its content is PDF" in text
+    assert f"{root}/test/cat/0.jpg: the file is not readable as an image (the file contains PDF" in text
     assert printed.count(str(root / "train")) <= 7  # three files of each problem, and the contact sheet
     assert len(json.loads((out / "check.json").read_text())[""]["problems"]) == 61
 

@@ -280,7 +280,7 @@ def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -
     (tmp_path / "model" / "mine.yaml").write_text("name: resnet18\n")
     (config,) = composed("model=mine", "method=full", search=tmp_path)
     assert config.model.name == "resnet18"
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="the folder does not exist"):
         composed(search=tmp_path / "nix")
 
 
@@ -295,7 +295,7 @@ def test_another_folder_of_configurations_is_looked_into_first(tmp_path: Path) -
         (b"name: !!python/name:os.system\n", "could not determine a constructor"),
         (b"3\n", r"Correct the file\."),
         (b"defaults: 3\n", ""),
-        (b"# " + b"x" * 10**6, "its size is .*, above the maximum of"),
+        (b"# " + b"x" * 10**6, "the file size .* exceeds the maximum of"),
     ],
 )
 def test_a_file_of_ones_own_that_cannot_be_read_is_named(content: bytes, said: str, tmp_path: Path) -> None:
@@ -308,10 +308,10 @@ def test_a_file_of_ones_own_that_cannot_be_read_is_named(content: bytes, said: s
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("defaults: [mine]", r"The configurations in .* cannot be used: they include each other\."),
+        ("defaults: [mine]", r"The configurations in .* cannot be used: the files include each other\."),
         ("hydra: null", r"The configurations in .* cannot be used: "),
-        ("rows: 3", "rows must be a list of strings, each with the settings of a run, got 3"),
-        ("rows: a=1", "rows must be a list of strings, each with the settings of a run, got a=1"),
+        ("rows: 3", "rows must be a list of strings, each of which contains the settings of a run, got 3"),
+        ("rows: a=1", "rows must be a list of strings, each of which contains the settings of a run, got a=1"),
     ],
 )
 def test_an_experiment_of_ones_own_that_cannot_be_composed_is_refused(content: str, said: str, tmp_path: Path) -> None:
@@ -359,5 +359,5 @@ def test_tinytl_has_its_own_rates(data: str, lr: float) -> None:
 
 
 def test_a_group_is_taken_out_by_the_name_of_its_option() -> None:
-    with pytest.raises(UserError, match=r"^~recipe=-0\.1: ~GROUP accepts only the name of an option"):
+    with pytest.raises(UserError, match=r"^~recipe=-0\.1: after ~GROUP, only the name of an option is allowed"):
         composed("~recipe=-0.1")

@@ -164,9 +164,9 @@ def test_arguments_given_now_change_the_stored_settings(stored: Path) -> None:
         ("data=cifar1000", "Did you mean 'cifar100'?"),
         ("recipe=none", "recipe=none: an evaluation uses the settings of the run"),
         ("+data@tasks.a=pets", "an evaluation uses the settings of the run"),
-        ("hydra.run.dir=x", "hydra.run.dir=x: an evaluation does not use Hydra or create a folder"),
+        ("hydra.run.dir=x", "hydra.run.dir=x: an evaluation does not use Hydra"),
         ("hydra/launcher=basic", "hydra/launcher=basic: an evaluation"),
-        ("+hydra.callbacks.a=1", "an evaluation does not use Hydra or create a folder"),
+        ("+hydra.callbacks.a=1", "an evaluation does not use Hydra"),
     ],
 )
 def test_mistaken_arguments_are_refused(stored: Path, argument: str, said: str) -> None:
@@ -178,7 +178,7 @@ def test_mistaken_arguments_are_refused(stored: Path, argument: str, said: str) 
 def test_a_configuration_file_cannot_ask_for_an_evaluation(stored: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "mine.yaml").write_text(f"defaults: [train, _self_]\nevaluate: {stored}\n")
-    with pytest.raises(UserError, match="must be given on the command line"):
+    with pytest.raises(UserError, match="is only allowed on the command line"):
         configurations(CONF, "mine", [], sweep=False, search=str(tmp_path / "mine"))
 
 

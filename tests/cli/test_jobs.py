@@ -36,7 +36,7 @@ def test_a_sweep_runs_all_tables_failures_and_is_repeated_only_where_unfinished(
     table = done.stdout[done.stdout.index("best accuracy") :]
     assert re.search(r"order=2 +20\.00 % +2\.00 M", table)
     assert re.search(r"order=3 +30\.00 % +3\.00 M", table)
-    assert "2 of 4 failed" in table
+    assert "2 of 4 jobs failed" in table
     written = re.search(r"Table of the sweep: (\S+\.csv), ", done.stdout)
     assert written
     lines = (program / written[1]).read_text().splitlines()
@@ -76,7 +76,7 @@ def test_jobs_at_the_same_time_have_the_same_outcomes(program: Path) -> None:
     assert "method.lbp_wht.order=8: killed by SIGKILL" in table
     again = call(program, "-m", "method.lbp_wht.order=2,3", "jobs=2")
     assert again.returncode == 0
-    assert again.stdout.count("finished before") == 2
+    assert again.stdout.count("already finished") == 2
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_a_sweep_goes_on_after_a_job_that_hangs(program: Path, parallel: int) ->
     # The timeout is not part of the run's identity, so the finished job is found.
     again = call(program, "-m", "method.lbp_wht.order=2,3", "job_timeout=1h")
     assert again.returncode == 0, again.stderr
-    assert again.stdout.count("finished before") == 1
+    assert again.stdout.count("already finished") == 1
 
 
 def test_a_job_is_started_as_the_sweep_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,10 +240,11 @@ def test_the_rows_of_an_experiment_are_a_sweep(program: Path) -> None:
         ("2", "0.1"), ("2", "0.2"), ("3", "0.1"), ("3", "0.2")]  # fmt: skip
     experiment(program, "method=lbp_wht method.lbp_wht.order=2")
     again = call(program, "-m", *MINE, "optim.lr=0.1,0.2", "jobs=2")
-    assert again.stdout.count("finished before") == 2, again.stderr
+    assert again.stdout.count("already finished") == 2, again.stderr
     preset = call(program, "cost", "-m", "experiment=alast_layers", "model=deit_tiny", "jobs=3")
     assert preset.returncode == 0, preset.stderr
     assert len(re.findall(r"^ran None", preset.stdout, re.M)) == 8
     alone = call(program, "experiment=lbp_wht_ranks")
     assert alone.returncode == 2
-    assert alone.stderr.startswith("experiment=lbp_wht_ranks defines several runs. Add -m to run each of them.")
+    said = "experiment=lbp_wht_ranks: the experiment defines several runs. Add -m to start all runs."
+    assert alone.stderr.startswith(said)

@@ -23,7 +23,7 @@ from tests.conftest import unwrapped
 def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
     done = call(program, "tables", "--help")
     assert done.returncode == 2
-    assert done.stderr == "tables: arguments have the form KEY=VALUE; see --help. Did you mean 'table'?\n"
+    assert done.stderr == "tables: arguments must have the form KEY=VALUE. See --help. Did you mean 'table'?\n"
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(progra
     assert done.stdout == "ran 3 lr 0.25 root ./data evaluate third\n", done.stderr
     counted = call(program, "cost_only=true").stdout
     assert counted.endswith("\nran 4 lr 0.002 root ./data evaluate None\n")
-    assert counted.startswith("note: lbp_wht is not the published method: padding=ortho")
+    assert counted.startswith("note: lbp_wht differs from the published method: padding=ortho")
     assert sorted(program.rglob("*")) == after_third != before
     for folder_, said in [("nix", "the folder does not exist"), ("outputs", "no model.safetensors")]:
         refused = call(program, f"evaluate={folder_}")
@@ -182,7 +182,7 @@ def test_slurm_is_refused_where_there_is_none(
     with pytest.raises(SystemExit) as ended:
         main_of_command()
     assert ended.value.code == 2
-    assert "hydra/launcher=submitit_slurm needs Slurm" in unwrapped(capsys.readouterr().err)
+    assert "hydra/launcher=submitit_slurm requires Slurm" in unwrapped(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("name", ["bench", "collect", "figure", "predict", "report", "study"])

@@ -20,11 +20,11 @@ from tests.cli.program import REPOSITORY, call, composed, runs_of, write_program
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("", "got an empty string. Remove it to use the default folder."),
-        ("null", "got null. Remove it to use the default folder."),
-        ("${nope}", "got ${nope}. It cannot be resolved: Interpolation key 'nope' not found."),
-        ("a/${oc.env:NOT_THERE}", "got a/${oc.env:NOT_THERE}. It cannot be resolved: "),
-        ("${nothing:1}", "got ${nothing:1}. It cannot be resolved: Unsupported interpolation type nothing."),
+        ("", "got an empty string. Omit the setting to use the default folder."),
+        ("null", "got null. Omit the setting to use the default folder."),
+        ("${nope}", "got ${nope}. A reference is invalid: Interpolation key 'nope' not found."),
+        ("a/${oc.env:NOT_THERE}", "got a/${oc.env:NOT_THERE}. A reference is invalid: "),
+        ("${nothing:1}", "got ${nothing:1}. A reference is invalid: Unsupported interpolation type nothing."),
     ],
 )
 def test_a_folder_that_is_none_is_refused(key: str, value: str, said: str) -> None:
@@ -159,7 +159,7 @@ def test_nothing_is_written_through_a_link_in_place_of_a_file_of_hydra(
     (program / link).symlink_to(victim)
     done = call(program, "method.lbp_wht.order=2", *arguments)
     assert done.returncode == 2, done.stderr
-    assert f"{link} is a link to victim, and the target would be overwritten." in done.stderr
+    assert f"{link} is a link to victim. The target would be overwritten." in done.stderr
     assert list(victim.iterdir()) == [] if victim.is_dir() else victim.read_text() == "kept"
 
 

@@ -23,14 +23,14 @@ def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["memory=4"], r"^memory must be a number with a unit: .* got 4\. For example memory=4GB"),
-        (["memory=4GB", "time=2"], r"^time must be a number with a unit: .* got 2\. For example time=2h"),
-        (["memory=4GB", "loss=little"], r"^loss must be a number of points >= 0, got little\."),
+        (["memory=4"], r"^memory must be a number with one of the units .* got 4\. For example, use memory=4GB"),
+        (["memory=4GB", "time=2"], r"^time must be a number with one of the units .* got 2\. For example, use time=2h"),
+        (["memory=4GB", "loss=little"], r"^loss must be a number of percentage points >= 0, got little\."),
         (["memory=4GB", "split=maybe"], r"^split must be one of true, false, got maybe\."),
-        ([], r"^Pass the budget as memory=SIZE"),
-        (["memory=4GB", "deit_small"], r"^deit_small: settings have the form KEY=VALUE"),
+        ([], r"^The memory budget is missing\. Pass memory=SIZE"),
+        (["memory=4GB", "deit_small"], r"^deit_small: settings must have the form KEY=VALUE"),
         (["memory=4GB", "model=no_such"], r"no_such"),
-        (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with a unit: .* got 5x\."),
+        (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with one of .* got 5x\."),
         (["memory=1MB"], r"^memory must be at least .*GiB, got 977 KiB\. Before the first step, the interpreter"),
     ],
 )

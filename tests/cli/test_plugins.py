@@ -75,11 +75,11 @@ class EveryNth(Method):
 @pytest.mark.parametrize(
     ("files", "said"),
     [
-        ({"every_nth": YAML + "m: 1\n"}, r"every_nth\.yaml has m\. .* constructor of method every_nth: n\."),
-        ({"every_nth": YAML.replace("n: 3", "")}, r"every_nth\.yaml lacks n\. .* constructor of method every_nth: n\."),
+        ({"every_nth": YAML + "m: 1\n"}, r"every_nth\.yaml has unknown keys: m\. .* of method every_nth: n\."),
+        ({"every_nth": YAML.replace("n: 3", "")}, r"every_nth\.yaml lacks keys: n\. .* of method every_nth: n\."),
         (
             {"every_nth": YAML, "every_fifth": YAML.replace("n:", "m:")},
-            r"every_fifth\.yaml has m\. .* constructor of method every_nth: n\.",
+            r"every_fifth\.yaml has unknown keys: m\. .* constructor of method every_nth: n\.",
         ),
         ({"every_nth": YAML, "lora_big": "# @package method.lora\nrnk: 64\n"}, r"lora_big\.yaml has rnk\. .* lora: "),
     ],
@@ -122,7 +122,7 @@ def test_without_them_nothing_is_added() -> None:
 @pytest.mark.parametrize(
     ("method", "files", "said"),
     [
-        ("every_nth", {}, "its method every_nth has no settings file.*every_nth_method/conf/method/every_nth.yaml"),
+        ("every_nth", {}, "the method every_nth has no settings file.*every_nth_method/conf/method/every_nth.yaml"),
         (
             "lora",
             {"method/lora.yaml": "# @package method.lora\n"},
@@ -154,5 +154,5 @@ def test_two_packages_with_one_name(site: Path) -> None:
 def test_a_package_that_is_gone(site: Path) -> None:
     package(site, "every-nth-method", "every_nth", {"method/every_nth.yaml": YAML})
     (site / "every_nth_method").rename(site / "elsewhere")
-    with pytest.raises(UserError, match="not in an importable package"):
+    with pytest.raises(UserError, match="not in a package that can be imported"):
         plugins.register(CONF)

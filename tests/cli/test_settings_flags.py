@@ -15,7 +15,7 @@ from tests.cli.program import call
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--cfg", "job", "--info"], r"^--cfg and --info cannot be combined\. Use one of them\.$"),
+        (["--cfg", "job", "--info"], r"^The flags --cfg and --info cannot be combined\. Use only one flag\.$"),
         (["--shell-completion", "--run"], r"^--run and --shell-completion cannot be combined"),
         (["-m", "--info", "plugins"], r"^--multirun and --info cannot be combined"),
         (["-m", "--cfg", "job"], r"^--cfg prints the configuration of one run"),
@@ -23,12 +23,12 @@ from tests.cli.program import call
         (["--resolve"], r"^--resolve requires --cfg job"),
         (["--package", "model", "seed=1"], r"^--package requires --cfg job"),
         (["--experimental-rerun", "x"], r"^--experimental-rerun is not supported"),
-        (["--shell-completion"], r"^--shell-completion requires install=bash or install=fish or install=zsh: eval"),
+        (["--shell-completion"], r"^--shell-completion requires install=bash or install=fish or install=zsh\. Example"),
         (["--shell-completion", "install=csh"], r"^--shell-completion requires install=bash"),
         (["--shell-completion", "install=bash", "seed=1"], r"^--shell-completion requires install=bash"),
         (
             ["--shell-completion", "query=zsh"],
-            r"query=zsh is for the shell\. Use --shell-completion install=zsh$",
+            r"query=zsh is only for the shell\. Use --shell-completion install=zsh$",
         ),
     ],
 )
@@ -40,7 +40,7 @@ def test_flags_that_hydra_refuses_with_a_traceback(words: list[str], said: str) 
 def test_flags_are_checked_before_anything_else(program: Path) -> None:
     done = call(program, "--cfg", "job", "--info", "all")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == "--cfg and --info cannot be combined. Use one of them.\n"
+    assert done.stderr == "The flags --cfg and --info cannot be combined. Use only one flag.\n"
 
 
 def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
@@ -52,7 +52,7 @@ def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
 def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
     done = call(program, "--cfg", "job", "--package", "optmi")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("--package optmi: the entry does not exist or is null. The groups are")
+    assert done.stderr.startswith("--package optmi: the entry does not exist or is null. Choose one of the groups")
 
 
 def test_help_equals_the_text_of_hydra(program: Path) -> None:

@@ -37,7 +37,7 @@ def test_a_submission_asks_for_the_nodes_tasks_and_gpus_of_its_runs() -> None:
 
 
 def test_runs_that_slurm_cannot_start_are_refused() -> None:
-    with pytest.raises(SettingError, match="must be the same in all jobs of a sweep with trainer=slurm, got 1 1 auto"):
+    with pytest.raises(SettingError, match="must be equal in all jobs of a sweep with trainer=slurm, got 1 1 auto"):
         slurm.submission(["a=b"], [check(with_settings(trainer__num_nodes=nodes)) for nodes in (1, 2)])
     with pytest.raises(SettingError, match=r"trainer.devices must be an integer >= 1 with trainer=slurm, got auto"):
         slurm.submission([], [check(with_settings(trainer__devices="auto"))])
@@ -54,8 +54,8 @@ def test_a_job_trains_and_submits_nothing(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize(
     ("arguments", "environment", "said"),
     [
-        (["trainer=slurm"], {}, "trainer=slurm needs Slurm, but srun was not found on this machine."),
-        (["-m", "seed=0,1"], {"WORLD_SIZE": "2"}, "-m starts a process for each job. Run it without torchrun or srun"),
+        (["trainer=slurm"], {}, "trainer=slurm requires Slurm, but srun was not found on this machine."),
+        (["-m", "seed=0,1"], {"WORLD_SIZE": "2"}, "-m starts a process for each job. Use -m without torchrun and srun"),
     ],
 )
 def test_what_starts_no_job_is_refused(

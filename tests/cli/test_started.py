@@ -41,7 +41,7 @@ def test_an_output_that_is_full_is_one_message(tmp_path: Path, words: str) -> No
     done = shell(tmp_path, f"{words} >/dev/full")
     assert done.returncode == 2, done.stderr
     assert done.stderr.strip() == (
-        "The standard output cannot be written: no space left on device. Redirect it to another place."
+        "The standard output cannot be written: no space left on device. Redirect the output to another file or device."
     )
 
 
@@ -65,16 +65,16 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path: Path, words:
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
-        ({"RANK": "x"}, "RANK in the environment must be an integer >= 0, got x. Unset it, or correct it."),
-        ({"LOCAL_RANK": ""}, "LOCAL_RANK in the environment must be an integer >= 0, got ''."),
-        ({"SLURM_NTASKS": "x"}, "SLURM_NTASKS in the environment must be an integer >= 1, got x."),
-        ({"SLURM_PROCID": "-1"}, "SLURM_PROCID in the environment must be an integer >= 0, got -1."),
-        ({"WORLD_SIZE": "0"}, "WORLD_SIZE in the environment must be an integer >= 1, got 0."),
-        ({"WORLD_SIZE": "1.5"}, "WORLD_SIZE in the environment must be an integer >= 1, got 1.5."),
-        ({"MASTER_PORT": "99999"}, "MASTER_PORT in the environment must be an integer from 0 to 65535, got 99999."),
-        ({"NUMBA_NUM_THREADS": "0"}, "NUMBA_NUM_THREADS in the environment must be an integer >= 1, got 0."),
-        ({"TORCHELASTIC_RUN_ID": "a"}, "TORCHELASTIC_RUN_ID is set in the environment without RANK, LOCAL_RANK,"),
-        ({"SLURM_STEP_ID": "0"}, "SLURM_STEP_ID is set in the environment without SLURM_NTASKS, SLURM_PROCID,"),
+        ({"RANK": "x"}, "The environment variable RANK must be an integer >= 0, got x. Correct or unset RANK."),
+        ({"LOCAL_RANK": ""}, "The environment variable LOCAL_RANK must be an integer >= 0, got ''."),
+        ({"SLURM_NTASKS": "x"}, "The environment variable SLURM_NTASKS must be an integer >= 1, got x."),
+        ({"SLURM_PROCID": "-1"}, "The environment variable SLURM_PROCID must be an integer >= 0, got -1."),
+        ({"WORLD_SIZE": "0"}, "The environment variable WORLD_SIZE must be an integer >= 1, got 0."),
+        ({"WORLD_SIZE": "1.5"}, "The environment variable WORLD_SIZE must be an integer >= 1, got 1.5."),
+        ({"MASTER_PORT": "99999"}, "variable MASTER_PORT must be an integer from 0 to 65535, got 99999."),
+        ({"NUMBA_NUM_THREADS": "0"}, "The environment variable NUMBA_NUM_THREADS must be an integer >= 1, got 0."),
+        ({"TORCHELASTIC_RUN_ID": "a"}, "The environment variable TORCHELASTIC_RUN_ID is set without RANK, LOCAL_RANK,"),
+        ({"SLURM_STEP_ID": "0"}, "The environment variable SLURM_STEP_ID is set without SLURM_NTASKS, SLURM_PROCID,"),
     ],
     ids=str,
 )
@@ -93,4 +93,4 @@ def test_a_malformed_environment_ends_a_command(tmp_path: Path) -> None:
     done = shell(tmp_path, "--help", RANK="x")
     assert done.returncode == 2
     assert done.stdout == ""
-    assert done.stderr == "RANK in the environment must be an integer >= 0, got x. Unset it, or correct it.\n"
+    assert done.stderr == "The environment variable RANK must be an integer >= 0, got x. Correct or unset RANK.\n"

@@ -51,7 +51,8 @@ def test_an_error_that_follows_a_signal_is_its_exit(
         signalled(number, error)
     assert left.value.code == STATUS[signal.Signals(number)]
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
-    assert unwrapped(capsys.readouterr().err) == f"{word}. The same command continues from the last checkpoint.\n"
+    said = f"{word}. The same command continues the run from the last checkpoint.\n"
+    assert unwrapped(capsys.readouterr().err) == said
 
 
 def test_an_error_without_a_signal_stays_itself() -> None:
@@ -75,7 +76,7 @@ def test_a_signal_within_code_that_is_a_text_has_the_same_status(number: int, tm
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}{os.pathsep}{tmp_path}"}
     done = subprocess.run([sys.executable, "-m", "stopped"], env=environment, capture_output=True, text=True)
     assert done.returncode == STATUS[signal.Signals(number)], done.stderr
-    assert done.stderr.endswith("The same command continues from the last checkpoint.\n")
+    assert done.stderr.endswith("The same command continues the run from the last checkpoint.\n")
 
 
 @pytest.mark.parametrize("number", STATUS)
@@ -96,7 +97,7 @@ def test_while_libraries_load_nothing_can_catch_it(number: int) -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
     assert done.returncode == STATUS[signal.Signals(number)]
     assert done.stdout == ""
-    assert done.stderr.endswith("The same command starts again, or continues from the last checkpoint.\n")
+    assert done.stderr.endswith("The same command restarts or continues the run.\n")
 
 
 def test_a_second_signal_at_the_same_time_is_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +131,8 @@ def test_other_signals_that_ask_to_end_have_their_own_status(name: str, capsys: 
     finally:
         signal.signal(number, before)
     assert left.value.code == 128 + number
-    assert unwrapped(capsys.readouterr().err) == "Terminated. The same command continues from the last checkpoint.\n"
+    said = "Terminated. The same command continues the run from the last checkpoint.\n"
+    assert unwrapped(capsys.readouterr().err) == said
 
 
 def test_a_hang_up_that_nohup_ignores_stays_ignored() -> None:
@@ -170,7 +172,7 @@ def test_an_exception_that_python_discards_is_raised_later(number: int, place: s
     assert done.returncode == STATUS[signal.Signals(number)], done.stderr
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
     assert done.stdout == ""
-    assert done.stderr == f"{word}. The same command continues from the last checkpoint.\n"
+    assert done.stderr == f"{word}. The same command continues the run from the last checkpoint.\n"
 
 
 @pytest.mark.parametrize("number", STATUS)

@@ -106,7 +106,7 @@ def test_the_list_says_what_the_data_in_a_folder_allow(
     listed = {row["table"]: row["here"] for row in csv.DictReader(io.StringIO(
         printed(capsys, "data.root=DIR", "--form", "csv")))}  # fmt: skip
     assert listed["bsr/3"] == "costs; 3 of 6 runs: not in DIR: cifar100"
-    with pytest.raises(UserError, match="Name a table before rows and settings"):
+    with pytest.raises(UserError, match="The table must come first"):
         table.main(["data.root=DIR", "seed=1"])
 
 
@@ -144,15 +144,15 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
         (["lbp_wth/2"], "table must be one of lbp_wht/1"),
         (["lbp_wht/figure_5"], "lbp_wht/figure_5 is a figure. Draw it with efficient-ft figure lbp_wht/figure_5"),
         (["bsr/3", "--rows", "our"], "got our. Did you mean 'ours'?"),
-        (["bsr/1", "--run"], "bsr/1 has no accuracies that can be reproduced. Sizes of tensors, no runs."),
-        (["bsr/3", "seeds"], "seeds: settings have the form KEY=VALUE"),
-        (["--run"], "Name a table"),
-        (["bsr/3", "--cost", "optim.lr=1"], "--cost uses only the settings of the table"),
-        (["bsr/3", "--commands", "--form", "json"], "--commands prints shell commands"),
-        (["bsr/3", "--run", "--form", "csv"], "--run prints the output of its runs. Use --report after the runs."),
+        (["bsr/1", "--run"], "bsr/1 has no reproducible accuracies. Sizes of tensors, no runs."),
+        (["bsr/3", "seeds"], "seeds: settings must have the form KEY=VALUE"),
+        (["--run"], "The table must come first"),
+        (["bsr/3", "--cost", "optim.lr=1"], "--cost does not accept settings"),
+        (["bsr/3", "--commands", "--form", "json"], "--form json cannot be combined with --commands"),
+        (["bsr/3", "--run", "--form", "csv"], "--form csv cannot be combined with --run. Use --report after the runs."),
         (
             ["bsr/3", "--run", "cost_only=true"],
-            "does not train with cost_only or evaluate. For costs, use table NAME",
+            "does not train with cost_only or evaluate. For costs, use --cost.",
         ),
         (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
         (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
@@ -197,7 +197,7 @@ def test_a_report_has_published_and_obtained_side_by_side(
                     "trainer.limit_eval_batches=1", "data.root=DIR")  # fmt: skip
     assert "settings that differ from the table: optim.lr=0.5 trainer.limit_eval_batches=1." in other
     assert "Repeat the settings passed to --run" in " ".join(other.split())
-    assert "Evaluated on a part" not in other, "there is no such run"
+    assert "restricts the evaluated images" not in other, "there is no such run"
 
 
 @pytest.mark.slow
@@ -221,7 +221,7 @@ def test_a_report_takes_the_accuracy_on_the_test_images_and_names_what_it_cannot
     shown = printed(capsys, "alast/7", "--report", "--rows", "deit_t.alast", "--seeds", "0,1,2",
                     "data.select_best_on=val")  # fmt: skip
     assert re.search(r"deit_t.alast +79.00 +50.00, 1 of 3 seeds", shown)
-    assert re.search(r"Not read: deit_t.alast acc_flowers seed=1: .*\(it has format 2; this version reads", shown)
+    assert re.search(r"Not read: deit_t.alast acc_flowers seed=1: .*\(it has format 2, but this version reads", shown)
     assert re.search(r"Not read: deit_t.alast acc_flowers seed=2: .*not valid JSON", shown)
 
 
@@ -308,7 +308,7 @@ def test_a_row_runs_and_is_reported(shared_data: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "efficient_ft", "table", *given]
     for said in (
         r"deit_t.ft_head +51.00 +\d+\.\d\d \[.*\], 2 seeds",
-        "finished before",
+        "already finished",
         "Table of the sweep: outputs/sweeps/",
     ):
         done = subprocess.run(

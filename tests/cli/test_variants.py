@@ -34,8 +34,9 @@ def test_a_rank_of_ones_own_changes_no_variant() -> None:
 def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     (config,) = composed("method=lbp_wht")
     assert not_as_published(config) == [
-        "lbp_wht is not the published method: padding=ortho (published: reflect), as_published=false (published: true)."
-        " Use method=lbp_wht_published for the published settings."
+        "lbp_wht differs from the published method: padding=ortho (published: reflect), as_published=false (published:"
+        " true)."
+        " For the published settings, use method=lbp_wht_published."
     ]
     assert not_as_published(composed("method=lbp_wht_published", "method.lbp_wht.order=2")[0]) == []
     assert not_as_published(composed("method=bsr", "model=deit_tiny")[0]) == []
@@ -43,7 +44,7 @@ def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     assert "padding" not in not_as_published(reflect)[0]
     (razor,) = composed("method=back_razor_mesa", "method.back_razor.sparsity=0.5")
     (sentence,) = not_as_published(razor)
-    assert sentence.startswith("back_razor_mesa is not the published method: ")
+    assert sentence.startswith("back_razor_mesa differs from the published method: ")
     assert "sparsity" not in sentence
 
 

@@ -34,11 +34,11 @@ def test_a_command_becomes_settings(words: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("evaluate data.root=DIR", "Pass the run folder first"),
-        ("evaluate -m", "Pass the run folder first"),
-        ("evaluate RUN evaluate=OTHER", "evaluate=OTHER: efficient-ft evaluate sets it"),
-        ("cost cost_only=false", "cost_only=false: efficient-ft cost sets it"),
-        ("cost ++evaluate=RUN", "++evaluate=RUN: efficient-ft cost sets it"),
+        ("evaluate data.root=DIR", "The run folder must come first"),
+        ("evaluate -m", "The run folder must come first"),
+        ("evaluate RUN evaluate=OTHER", "evaluate=OTHER: the command efficient-ft evaluate sets this setting"),
+        ("cost cost_only=false", "cost_only=false: the command efficient-ft cost sets this setting"),
+        ("cost ++evaluate=RUN", "++evaluate=RUN: the command efficient-ft cost sets this setting"),
     ],
 )
 def test_mistakes_of_a_command(words: str, said: str) -> None:

@@ -150,15 +150,18 @@ def test_no_new_start_without_a_preload(tmp_path: Path, choice: str) -> None:
 @pytest.mark.parametrize(
     ("before", "do"),
     [
-        ("allocator._libraries = lambda name: iter(())", "tcmalloc is not installed: apt install libtcmalloc-minimal4"),
+        (
+            "allocator._libraries = lambda name: iter(())",
+            "tcmalloc is not installed. To install it, run: apt install libtcmalloc-minimal4",
+        ),
         (
             "from pathlib import Path; allocator._libraries = lambda name: iter([Path(__file__)])",
-            "train.py does not load. Install a different library: apt install",
+            "train.py does not load. To install a different library, run: apt install",
         ),
         (
             "from pathlib import Path; sys.modules['torch'] = None\n"
             "allocator._libraries = lambda name: iter([Path('/lib/x.so')])",
-            "This process cannot start again. Set LD_PRELOAD=/lib/x.so in its environment.",
+            "This process cannot restart. Set LD_PRELOAD=/lib/x.so in the environment of the process.",
         ),
     ],
 )

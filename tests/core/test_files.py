@@ -131,7 +131,7 @@ def test_a_file_is_not_opened_through_a_link(mode: str, tmp_path: Path) -> None:
     victim, file = tmp_path / "victim", tmp_path / "file"
     victim.write_text("kept")
     file.symlink_to(victim)
-    with pytest.raises(UserError, match=r"is a link to .*victim, and the target would be overwritten"):
+    with pytest.raises(UserError, match=r"is a link to .*victim\. The target would be overwritten"):
         open_file(file, mode)
     assert victim.read_text() == "kept"
     file.unlink()

@@ -45,7 +45,7 @@ def test_a_host_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         raise TimeoutError
 
     monkeypatch.setattr(network, "open_url", wait)
-    assert unreachable("http://host/x") == "host gave no answer within 0.05 seconds"
+    assert unreachable("http://host/x") == "host did not answer within 0.05 seconds"
     end.set()
 
 

@@ -26,7 +26,7 @@ def test_what_is_no_json_is_a_value_error(text: str | bytes) -> None:
         ("[" * 5000, "nested too deeply"),
         ("a: &a [*a]", "contains itself"),
         ("&a {b: *a}", "contains itself"),
-        (BOMB, "its references expand to more than"),
+        (BOMB, "the aliases in the text expand to more than"),
         ("a: !!int ''", "cannot be read"),
         ("a: !!bool perhaps", "cannot be read"),
         ("a: !!timestamp x", "cannot be read"),

@@ -67,7 +67,7 @@ def test_a_requested_stop_is_no_lack_of_memory() -> None:
         assert stopped.value.code == 143
     finally:
         stopping.asked.clear()
-    with pytest.raises(UserError, match=r"was killed, by another process"):
+    with pytest.raises(UserError, match=r"was killed by another process"):
         refuse_killed_worker(died)
-    with pytest.raises(UserError, match=r"was killed, usually for lack of memory"):
+    with pytest.raises(UserError, match=r"was killed, probably because of a lack of memory"):
         refuse_killed_worker(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))

@@ -89,17 +89,17 @@ def test_numbers_in_names_and_ids(tmp_path: Path, content: str, expected: list[t
     [
         ("a\n\nb\n", "line 2 is empty"),
         ("\na\nb\n", "line 1 is empty"),
-        ("a\nb\na\n", "lists a twice"),
-        ("Cell\nbg\ncell\n", "lists cell and Cell, which differ only in case"),
+        ("a\nb\na\n", "the class a occurs twice"),
+        ("Cell\nbg\ncell\n", "the class cell differs from Cell only in case"),
         ("é\nb".encode("latin-1"), "is not UTF-8"),
         (b"\x89PNG\r\n\x1a\n\x00\x00\x00", "is not"),
         ("", "contains no class"),
         ("# nothing\n", "contains no class"),
         ("1\n2\n3", "numbers without names"),
-        ("0 a\nb", "line 1 has an id and a name, but line 2 has a name"),
-        ("a 1 2 3\nb", "line 1 has a name and a color, but line 2 has a name"),
+        ("0 a\nb", "line 1 contains an id and a name, but line 2 contains a name"),
+        ("a 1 2 3\nb", "line 1 contains a name and a color, but line 2 contains a name"),
         ("0 a\n0 b", "assigns the id 0 to both a and b"),
-        ("0 a\n70000 b", "ids must be below 65536, got 70000"),
+        ("0 a\n70000 b", "ids must be less than 65536, got 70000"),
         ("a 1 1 1\nb 1 1 1", "assigns the color 1 1 1 to both a and b"),
         ("a 300 1 1\nb 1 1 1", "colors must be integers from 0 to 255"),
         ("a 0.5 0.1 0.1\nb 0.1 0.1 0.1", "colors must be integers from 0 to 255"),
@@ -128,4 +128,6 @@ def test_the_file_is_chosen_and_colors_come_from_another_one(tmp_path: Path) -> 
     other = read_class_list(tmp_path)
     assert other is not None
     assert other.entries[0].color is None
-    assert other.notes == ("Not used: label_colors.txt. The classes are read from classes.txt.",)
+    assert other.notes == (
+        "The classes are read from classes.txt. The following files are not used: label_colors.txt.",
+    )

@@ -40,15 +40,15 @@ def test_an_edited_mask_is_named(masks: Path) -> None:
     assert contents.looked_at(of_masks(masks), masks).read().changes(noted) == []
     Image.fromarray(np.full((4, 4), 0, dtype=np.uint8)).save(masks / "masks" / "1.png")
     found = contents.looked_at(of_masks(masks), masks).read().changes(noted)
-    assert found == [f"train masks: 1 of 3 changed (masks{os.sep}1.png)"]
+    assert found == [f"train masks: 1 of 3 entries changed (masks{os.sep}1.png)"]
 
 
 def test_edited_classes_are_named(masks: Path) -> None:
     one = of_masks(masks)
     other = MaskListing(Classes(("b", "a"), (0, 1)), one.train)
-    assert changes(one, other, masks) == ["classes: 2 of 2 changed (b, a)"]
+    assert changes(one, other, masks) == ["classes: 2 of 2 entries changed (b, a)"]
     other = MaskListing(Classes(("a", "b"), (0, 1), colors=((0, 0, 0), (9, 9, 9))), one.train)
-    assert changes(one, other, masks) == ["classes: 2 of 2 changed (a, b)"]
+    assert changes(one, other, masks) == ["classes: 2 of 2 entries changed (a, b)"]
 
 
 def test_an_edited_text_and_an_edited_label_are_named() -> None:
@@ -57,9 +57,9 @@ def test_an_edited_text_and_an_edited_label_are_named() -> None:
 
     one = listing(["a", "b", "c"], [0, 1, 0])
     assert changes(one, listing(["a", "b", "c"], [0, 1, 0])) == []
-    assert changes(one, listing(["a", "B", "c"], [0, 1, 0])) == ["train: 1 of 3 changed (samples 2–2)"]
-    assert changes(one, listing(["a", "b", "c"], [0, 1, 1])) == ["train: 1 of 3 changed (samples 3–3)"]
-    assert changes(one, listing(["a", "b"], [0, 1])) == ["train: 3 then, 2 now"]
+    assert changes(one, listing(["a", "B", "c"], [0, 1, 0])) == ["train: 1 of 3 entries changed (samples 2–2)"]
+    assert changes(one, listing(["a", "b", "c"], [0, 1, 1])) == ["train: 1 of 3 entries changed (samples 3–3)"]
+    assert changes(one, listing(["a", "b"], [0, 1])) == ["train: the number of entries changed from 3 to 2"]
 
 
 def test_pixels_in_memory_are_compared() -> None:
@@ -67,7 +67,7 @@ def test_pixels_in_memory_are_compared() -> None:
     other = pixels.copy()
     other[299, 1, 1, 1] = 1
     one, two = (Listing(["x"], Samples(each, np.zeros(300, dtype=np.int64))) for each in (pixels, other))
-    assert changes(one, two) == ["train: 1 of 150 changed (samples 299–300)"]
+    assert changes(one, two) == ["train: 1 of 150 entries changed (samples 299–300)"]
 
 
 def test_of_many_files_some_are_read_and_the_first_of_each_class(

@@ -112,7 +112,7 @@ def test_a_partial_archive_is_recognized_and_replaced(
     root.mkdir()
     (root / "food-101.tar.gz").write_bytes(handler.files["food-101.tar.gz"][:500])
     message = str(missing_data(data_config("food101", root=str(root), download=False)))
-    assert "500 B are present; incomplete" in message
+    assert "the existing file (500 B) is incomplete or damaged" in message
     assert len(open_data(data_config("food101", root=str(root), download=True), SPEC, 0).class_names) == 2
 
 
@@ -139,10 +139,10 @@ def test_downloads_that_fail_leave_nothing_behind(
     handler.mode = "whole"
     good = handler.files["food-101.tar.gz"]
     handler.files["food-101.tar.gz"] = b"x" * len(good)
-    with pytest.raises(UserError, match="not have the expected checksum"):
+    with pytest.raises(UserError, match="deleted, because the MD5 checksum is not"):
         open_data(config, SPEC, 0)
     handler.files["food-101.tar.gz"] = good + b"more"
-    assert f"{len(good) + 4} bytes, expected {len(good)}" in str(missing_data(config))
+    assert f"{len(good) + 4} bytes, but {len(good)} bytes are expected" in str(missing_data(config))
     handler.files["food-101.tar.gz"] = good
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
@@ -162,7 +162,7 @@ def test_a_host_that_refuses_or_is_silent_is_reported_in_time(
     monkeypatch.setattr(network, "PROBE_SECONDS", 0.3)
     assert "cannot be downloaded" in str(missing_data(config))
     monkeypatch.setattr(network, "_ask", lambda *_: time.sleep(2))  # simulates a host name that never resolves
-    assert "no answer within" in str(missing_data(config))
+    assert "did not answer within" in str(missing_data(config))
 
 
 def test_the_proxy_of_the_environment_is_used_and_its_password_not_shown(
@@ -200,7 +200,7 @@ def test_truncated_and_mistaken_archives_put_there_by_hand(tmp_path: Path, data_
     with pytest.raises(UserError, match="cannot be unpacked"):
         open_data(config, SPEC, 0)
     pack(archive, folder / "images.txt")
-    with pytest.raises(UserError, match=r"does not contain the folder CUB_200_2011/ \(it contains images\.txt\)"):
+    with pytest.raises(UserError, match=r"contains images\.txt instead of the folder CUB_200_2011/"):
         open_data(config, SPEC, 0)
     archive.write_bytes(b"")
     assert "incomplete or damaged" in str(missing_data(config))

@@ -87,8 +87,8 @@ def test_a_link_out_of_the_data_set_is_refused_or_followed_and_said(
     with pytest.raises(UserError) as caught:
         read_data(config)
     assert str(caught.value) == (
-        f"{link} is a link to {target}, outside of {tmp_path / 'data'}. Set data.follow_links=true to follow such"
-        " links, or remove the link."
+        f"The path {link} is a link to {target}, which is outside of {tmp_path / 'data'}. Set data.follow_links=true to"
+        " follow such links, or remove the link."
     )
     follows = config.model_copy(update={"follow_links": True})
     assert _sizes(follows) == expected
@@ -120,7 +120,7 @@ def test_links_that_are_not_used_are_not_refused(tmp_path: Path) -> None:
     (tmp_path / "data/annotations").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "data/latest").symlink_to("train")
     assert _sizes(config) == [4, 2]
-    assert read_data(config).notes[0].startswith("Not used: annotations, latest in ")
+    assert read_data(config).notes[0].endswith(" are not used: annotations, latest.")
 
 
 def test_links_between_the_parts_of_a_segmentation_data_set_are_refused(tmp_path: Path) -> None:

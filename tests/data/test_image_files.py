@@ -97,7 +97,7 @@ def test_the_range_changes_no_image_of_8_bits(tmp_path: Path) -> None:
 def test_floats_and_32_bits_need_the_range(tmp_path: Path, dtype: type, most: float) -> None:
     values = (RAMP / 4095 * most - (100 if dtype == np.int16 else 0)).astype(dtype)
     file = tiff(tmp_path / "x.tif", values)
-    with pytest.raises(UserError, match=r"x\.tif: .*have no fixed range .* set data\.value_range=\[LOW, HIGH\]"):
+    with pytest.raises(UserError, match=r"x\.tif: .*have no fixed range .* Set data\.value_range=\[LOW, HIGH\]"):
         read_image(file)
     low = float(values.min())
     read = gray(read_image(file, decoding=Decoding((low, float(values.max())))))
@@ -107,7 +107,7 @@ def test_floats_and_32_bits_need_the_range(tmp_path: Path, dtype: type, most: fl
 def test_pixels_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     values = np.ones((4, 4), dtype=np.float32)
     values[1, 1] = np.nan
-    with pytest.raises(UserError, match="some of its pixels are not finite"):
+    with pytest.raises(UserError, match="some pixels of the image are not finite"):
         read_image(tiff(tmp_path / "x.tif", values), decoding=Decoding((0, 1)))
 
 
@@ -176,7 +176,7 @@ def test_heic_is_read_with_the_extra(tmp_path: Path) -> None:
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC", r"pip install 'efficient-ft\[heic\]'"),
         (b"\0\0\0\x18ftypmif1\0\0\0\0mif1heic", "HEIC", "heic"),
         (b"\xff\x0a\xfa\x7f", "JPEG XL", "pip install pillow-jxl-plugin"),
-        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL", "or convert it"),
+        (b"\0\0\0\x0cJXL \r\n\x87\n", "JPEG XL", "or convert the file"),
         (b"\0\0\0\x1cftypavif\0\0\0\0mif1avif", "AVIF", "pillow>=11.3"),
     ],
 )
@@ -186,7 +186,8 @@ def test_a_format_that_cannot_be_read_is_named(
     monkeypatch.setattr(images, "_is_available", lambda kind: False)
     (tmp_path / "photo.jpg").write_bytes(start + bytes(64))
     assert file_kind(start + bytes(64)) == kind
-    with pytest.raises(UserError, match=rf"photo\.jpg: not readable as an image \(its content is {kind}: .*{how}"):
+    expected = rf"photo\.jpg: the file is not readable as an image \(the file contains {kind}\. .*{how}"
+    with pytest.raises(UserError, match=expected):
         read_image(tmp_path / "photo.jpg")
 
 
@@ -194,29 +195,29 @@ def test_a_format_that_cannot_be_read_is_named(
     ("content", "message"),
     [
         (b"", "the file is empty"),
-        (b"<!DOCTYPE html><html>404</html>", "its content is HTML or XML"),
+        (b"<!DOCTYPE html><html>404</html>", "the file contains HTML or XML"),
         (b"\n  <html>", "HTML or XML"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "git lfs pull"),
-        (b"%PDF-1.7", "its content is PDF"),
+        (b"%PDF-1.7", "the file contains PDF"),
         (b"8BPS\0\1", "Photoshop"),
         (b"\x93NUMPY\1\0", "NumPy"),
         (b"PK\3\4", "ZIP"),
         (bytes(4096), "zero bytes"),
         (b"\0\0\0\x18ftypmp42", "video"),
         (bytes(128) + b"DICM", "DICOM"),
-        (b"no image at all", "cannot identify image file"),
+        (b"no image at all", "the format of the file is unknown"),
     ],
 )
 def test_contents_that_are_no_image_are_named(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "x.jpg").write_bytes(content)
-    with pytest.raises(UserError, match=rf"x\.jpg: not readable as an image \(.*{message}"):
+    with pytest.raises(UserError, match=rf"x\.jpg: the file is not readable as an image \(.*{message}"):
         read_image(tmp_path / "x.jpg")
 
 
 def test_extensions_and_hints() -> None:
     assert {".jpg", ".png", ".webp"} <= set(EXTENSIONS)
     assert reading_hint(".heic") == "pip install 'efficient-ft[heic]'"
-    assert reading_hint(".nef") == "convert them to PNG or TIFF"
+    assert reading_hint(".nef") == "convert the files to PNG or TIFF"
     assert reading_hint(".txt") is None
 
 
@@ -252,7 +253,7 @@ def test_the_limit_is_a_setting_of_the_data(folders: Callable[..., Path], data_c
 def test_more_bands_than_colors_are_refused(tmp_path: Path, bands: int, extra: tuple[int, ...], dtype: type) -> None:
     pixels = np.full((6, 5, bands), 77, dtype=dtype)
     file = tiff(tmp_path / "x.tif", pixels, photometric=2 if bands > 2 else 1, extra=extra)
-    with pytest.raises(UserError, match=rf"it has {bands} bands, .*three of its bands as RGB; model\.kwargs\.in_chans"):
+    with pytest.raises(UserError, match=rf"has {bands} bands, .*three of the bands as RGB\. model\.kwargs\.in_chans"):
         read_image(file)
 
 

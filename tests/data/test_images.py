@@ -266,7 +266,7 @@ def test_pick_draws_some_of_the_augmentations_for_each_image(resize: str) -> Non
 
 @pytest.mark.parametrize("pick", [0, 3])
 def test_pick_is_at_most_the_augmentations_that_are_on(pick: int) -> None:
-    with pytest.raises(SettingError, match=r"data.augment.pick must be null, or 1 to 2 .* got"):
+    with pytest.raises(SettingError, match=r"data.augment.pick must be null, or between 1 and 2 .* got"):
         Transform(SPEC, "resize_crop", (0.2, 0.3), flip=True, pick=pick)
 
 
@@ -277,6 +277,6 @@ def test_postscript_under_the_name_of_an_image_is_not_run(tmp_path: Path, monkey
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     script = "%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\nshowpage\n"
     (tmp_path / "x.jpg").write_text(script)
-    with pytest.raises(UserError, match=r"x\.jpg: not readable as an image"):
+    with pytest.raises(UserError, match=r"x\.jpg: the file is not readable as an image"):
         read_image(tmp_path / "x.jpg")
     assert not (tmp_path / "MARK").exists()

@@ -65,7 +65,7 @@ def test_a_large_set_is_sampled_and_the_sampling_is_reported(data_config: Callab
         for i in range(700):
             (tmp_path / "images" / name / f"{i}.jpg").hardlink_to(one)
     found = open_data(data_config("folder", root=str(tmp_path / "images")), SPEC, 0).inspect()
-    assert found.lines[1] == f"sampled: {DECODED} of 1,400 images decoded, {HEADERS:,} headers read"
+    assert found.lines[1] == f"sample: {DECODED} of 1,400 images were decoded, and {HEADERS:,} headers were read"
     assert found.facts["examined"] == HEADERS
 
 
@@ -89,7 +89,7 @@ def test_the_range_that_is_suggested(opened: tuple[Path, Open], most: int, range
 def test_images_that_become_one_color(opened: tuple[Path, Open]) -> None:
     root, make = opened
     deep(root, 100)
-    (text,) = warned(make().inspect(), "leaves a single color")
+    (text,) = warned(make().inspect(), "a single color remains")
     assert "in 10 of " in text
     assert "data.value_range=[0,255]" in text
     assert not warned(make(value_range=(0, 100)).inspect(), "single color")
@@ -101,7 +101,7 @@ def test_a_range_without_effect_and_one_that_clips(opened: tuple[Path, Open]) ->
     root, make = opened
     assert warned(make(value_range=(0, 4095)).inspect(), "data.value_range has no effect")
     deep(root, 4000)
-    assert warned(make(value_range=(0, 1000)).inspect(), "% of the gray values (0 to 4000) are outside")
+    assert warned(make(value_range=(0, 1000)).inspect(), "of the gray values, which range from 0 to 4000, are")
 
 
 def test_no_bright_pixel(opened: tuple[Path, Open]) -> None:
@@ -109,7 +109,7 @@ def test_no_bright_pixel(opened: tuple[Path, Open]) -> None:
     for file in root.rglob("*.jpg"):
         Image.fromarray(np.asarray(Image.open(file)) // 20).save(file.with_suffix(".png"))
         file.unlink()
-    assert warned(make().inspect(), "The images are dark", "of 255")
+    assert warned(make().inspect(), "The images are dark", "(of 255)")
 
 
 def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
@@ -123,7 +123,7 @@ def test_gray_and_color_extensions_frames(opened: tuple[Path, Open]) -> None:
     found = make().inspect()
     assert warned(found, "3 of 33 images are gray")
     assert any(line.startswith("1 file has the extension of a different format: ") for line in found.lines)
-    assert warned(found, "2 files have several frames or pages; only the first is used", "x.gif")
+    assert warned(found, "2 files have several frames or pages, of which only the first is used", "x.gif")
     assert found.facts["several_frames"] == 2
 
 
@@ -131,7 +131,7 @@ def test_small_images_and_classes(data_config: Callable[..., Any], folders: Call
     root = folders(train={"a": 9, "b": 9, "c": 2}, val={"a": 1, "b": 1}, test={"a": 1, "c": 1})
     wide = InputSpec((224, 224), SPEC.mean, SPEC.std)
     found = open_data(data_config("folder", root=str(root)), wide, 0).inspect()
-    assert warned(found, "enlarged ×9.33, from a median of 24×20", "224×224", "model.image_size")
+    assert warned(found, "enlarged by a factor of 9.33, from a median size of 24×20", "224×224", "model.image_size")
     assert warned(found, "1 class has no val image: 'c'")
     assert warned(found, "1 class has no test image: 'b'")
     assert found.facts["imbalance"] == 4.5
@@ -150,7 +150,7 @@ def test_all_files_are_decoded_thoroughly(opened: tuple[Path, Open]) -> None:
     truncate(root / "train/b/7.jpg")
     (root / "test/a/2.jpg").write_bytes(b"")
     quick = make().inspect()
-    assert warned(quick, "Cannot read 2 of 30 inspected files", "Set data.on_corrupt=skip to skip such files")
+    assert warned(quick, "2 of 30 inspected files cannot be read", "Set data.on_corrupt=skip to skip such files")
     assert len(quick.lines) == 1
     found = make().inspect(thorough=True)
     assert found.warnings == []
@@ -202,7 +202,7 @@ def test_near_duplicates(opened: tuple[Path, Open], monkeypatch: pytest.MonkeyPa
     assert "near_duplicates" not in make().inspect().facts
     assert not any(line.startswith("near-duplicates") for line in found.lines)
     monkeypatch.setattr(inspect_images, "_COMPARED", 10)
-    assert "near-duplicates: 10 of 34 images compared" in make().inspect(thorough=True).lines
+    assert "near-duplicates: 10 of 34 images were compared" in make().inspect(thorough=True).lines
 
 
 def test_a_set_without_a_readable_image_has_no_near_duplicates(opened: tuple[Path, Open]) -> None:
@@ -234,6 +234,6 @@ def test_most_images_that_are_dark_are_reported_beside_a_bright_one(opened: tupl
     root, open_it = opened
     deep(root, 4000)
     Image.fromarray(np.full((20, 24), 65535, np.uint16)).save(root / "train/b/bright.png")
-    (warning,) = warned(open_it().inspect(), "so they are dark")
+    (warning,) = warned(open_it().inspect(), "so these images are dark")
     assert "10 of 11 decoded gray images with more than 8 bits have values of at most 4000" in warning
     assert "'data.value_range=[0,4095]'" in warning

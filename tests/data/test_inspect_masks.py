@@ -45,7 +45,7 @@ def test_sizes_modes_and_shares_are_those_of_the_files(folder: Path, thorough: b
     labeled = (train != 2).sum()
     for name, number in (("background", 0), ("square", 1), ("disk", 3)):
         assert found.facts["train_pixels"][name] == pytest.approx((train == number).sum() / labeled, abs=1e-6)
-    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.08 % of pixels without a label (all 13 masks decoded)"
+    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.08 % of the pixels have no label (all 13 masks decoded)"
     assert found.lines[1].startswith("training pixels: background 8")
     assert not found.warnings
     assert not found.problems
@@ -66,7 +66,7 @@ def test_a_class_without_a_training_pixel_is_always_reported(folder: Path) -> No
     found = _inspect(folder)
     assert found.facts["train_pixels"]["disk"] == 0
     assert found.lines[2] == "classes without training pixels: disk"
-    assert any(warning.startswith("disk has no training pixels (in 8 masks).") for warning in found.warnings)
+    assert any(warning.startswith("No training pixels were found for disk (in 8 masks).") for warning in found.warnings)
 
 
 def test_warnings_of_labels_and_sizes(folder: Path) -> None:
@@ -77,11 +77,11 @@ def test_warnings_of_labels_and_sizes(folder: Path) -> None:
     Image.fromarray(np.full((48, 64), 2, np.uint8)).save(folder / "val/masks/001.png")
     Image.fromarray(np.zeros((24, 32), np.uint8)).save(folder / "test/masks/000.png")
     found = _inspect(folder)
-    assert any("of the pixels of the train masks have no label (2, 255)" in warning for warning in found.warnings) == (
+    assert any("of the pixels in the train masks have no label (2, 255)" in warning for warning in found.warnings) == (
         np.mean([(mask == 2) | (mask == 255) for mask in _masks(folder, "train")]) > 0.9
     )
     assert "1 val mask has no labeled pixels. Such masks do not affect the scores." in found.warnings
-    assert any("1 of 13 masks differs in size from its image, such as" in warning for warning in found.warnings)
+    assert any("1 of 13 masks differs in size from its image, for example" in warning for warning in found.warnings)
     assert list(found.problems) == [str(folder / "test/masks/000.png")]
 
 
@@ -115,7 +115,7 @@ def test_orientations_and_kinds_are_named(folder: Path) -> None:
     assert found.facts["exif_orientations"] == {"raw": 1}
     assert (
         found.lines[-1]
-        == "images with an EXIF orientation: 1 with masks of the stored pixels, which are rotated like the image"
+        == "images with an EXIF orientation: 1 with masks that match the stored pixels and are rotated with the image"
     )
     assert "8-bit ids and indices of a palette" in found.lines[0]
 
@@ -134,7 +134,7 @@ def _disc(radius: float) -> np.ndarray:
 
 def test_equal_masks_and_masks_of_one_class_are_warned_of(folder: Path) -> None:
     equal = _inspect(_rewrite(folder, lambda k: _disc(9)))
-    assert any(w.startswith("The 13 decoded masks are equal, such as ") for w in equal.warnings)
+    assert any(w.startswith("The 13 decoded masks are equal, for example ") for w in equal.warnings)
     constant = _inspect(_rewrite(folder, lambda k: np.full((48, 64), k % 2)))
     assert any(w.startswith("Each of the 13 decoded masks contains a single class.") for w in constant.warnings)
     # Masks with equal pixel counts per class are not necessarily equal.

@@ -21,7 +21,7 @@ def test_lengths_are_those_of_the_tokenizer(tmp_path: Path) -> None:
 
 def test_many_texts_are_sampled_and_all_of_them_on_request(tmp_path: Path) -> None:
     data = open_set(write_all(tmp_path, {"train.csv": table(3000), "val.csv": table(4)}))
-    assert "1,000 of 3,000 examined" in data.inspect().lines[0]
+    assert "1,000 of 3,000 texts were examined" in data.inspect().lines[0]
     assert data.inspect(thorough=True).facts["texts_examined"] == 3000
     rows = [("apple " * 2000, ("fruit", "metal")[k % 2]) for k in range(60)]
     data = open_set(write_all(tmp_path, {"train.csv": table(rows)}))
@@ -48,7 +48,7 @@ def test_texts_in_two_splits_or_with_two_labels_are_counted(tmp_path: Path) -> N
     assert found.facts["texts_with_several_labels"] == 1
     text = "\n".join(found.warnings)
     assert "include 3 of 3 val texts and 5 of 5 test texts" in text
-    assert "1 text has several labels, such as 'apple zinc': 'fruit' and 'metal'." in text
+    assert "1 text has several labels. Example: 'apple zinc' has the labels 'fruit' and 'metal'." in text
 
 
 def test_case_and_spaces_are_ignored_on_request(tmp_path: Path) -> None:
@@ -61,8 +61,8 @@ def test_case_and_spaces_are_ignored_on_request(tmp_path: Path) -> None:
 
 def test_texts_that_look_wrong_are_warned_of(tmp_path: Path) -> None:
     for text, message in (
-        ("nan", "may mean a missing text, such as 'nan'"),
-        ("cafÃ© apple", "may have been decoded with a wrong encoding, such as 'cafÃ© apple'"),
+        ("nan", "may mean a missing text, for example 'nan'"),
+        ("cafÃ© apple", "may have been decoded with a wrong encoding, for example 'cafÃ© apple'"),
         ("<br />apple", "may contain HTML tags"),
         ("\u200b", "only special tokens"),
     ):
@@ -74,13 +74,13 @@ def test_a_constant_column_and_joined_labels_are_warned_of(tmp_path: Path) -> No
     rows = [("same", ("a", "b", "a|b")[k % 3]) for k in range(15)]
     text = printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
     assert "training texts duplicate another text. Check data.text.columns." in text
-    assert "1 class name may combine several labels, such as 'a|b'." in text
+    assert "1 class name may combine several labels, for example 'a|b'." in text
 
 
 def test_combinations_that_share_labels_are_warned_of(tmp_path: Path) -> None:
     rows = [("same", ("action|drama", "drama|war", "comedy")[k % 3]) for k in range(15)]
     text = printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
-    assert "2 class names may combine several labels, such as 'action|drama'." in text
+    assert "2 class names may combine several labels, for example 'action|drama'." in text
     rows = [("same", ("Home & Garden", "Home & Kitchen")[k % 2]) for k in range(15)]
     assert "join several" not in printed(open_set(write_all(tmp_path, {"train.csv": table(rows)})))
 
@@ -91,4 +91,4 @@ def test_a_class_with_a_single_training_text_is_warned_of(tmp_path: Path) -> Non
     data = open_set(write_all(tmp_path, {"train.csv": table([*rows, ("gold", "metal")]), "test.csv": tests}))
     held = sum(len(part) for split, part in data._parts.items() if split == "val")
     assert held
-    assert "1 class with a single training text: 'metal'." in printed(data)
+    assert "1 class has a single training text: 'metal'." in printed(data)

@@ -83,18 +83,19 @@ def test_a_layout_with_one_reading_is_read(tree: Make, name: str) -> None:
 def test_classes_named_like_parts_of_a_data_set_are_noted(tree: Make) -> None:
     listing = read_folder(tree({"trainA": 4, "testB": 4, "cow": 4}))
     assert listing.class_names == ["cow", "testB", "trainA"]
-    assert listing.notes == ["testB, trainA are classes instead of splits, because there are no subfolders."]
+    expected = "testB, trainA are treated as classes instead of splits, because no subfolders were found."
+    assert listing.notes == [expected]
 
 
 def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     notes = read_folder(tree({"dogs/poodle": 5, "dogs/pug": 5, "cats/siamese": 5})).notes
     assert len(notes) == 1
-    assert "(cats, dogs). The images in their 3 subfolders belong to these classes" in notes[0]
+    assert "(cats, dogs). The images in 3 subfolders of the class folders belong to these classes" in notes[0]
     root = tree({})
     for name in ("dogs", "cats"):
         (root / name).rename(tmp_path / name)
     listing = read_folder(tree({**both("train/train", "test"), "seg_pred/x": 3, ".": 2}))
-    assert listing.notes == ["train/ contains only train/train/, which is used instead."]
+    assert listing.notes == ["train/train/ is used, because train/ contains nothing else."]
     assert listing.left_out == {"images outside of class folders": 2, "images in seg_pred/": 3}
 
 
@@ -114,32 +115,31 @@ REJECTED: dict[str, tuple[dict[str, int | str], list[str]]] = {
     "folds in train": (both("train/f1", "train/f2", "test"), ["{train: [train/f1, train/f2], test: test}"]),
     "sites": (both("a/train", "b/train", "a/test"), ["{train: [a/train, b/train], test: a/test}"]),
     "class first": ({"cat/train": 4, "cat/test": 1, "dog/train": 4, "dog/test": 1}, ["move the images to train/CLASS"]),
-    "two depths": ({"cat": 5, "cat/more": 3, "dog": 5}, ["10 images in folders such as cat/",
-                   "3 images in folders such as cat/more/", "{train: .}"]),
-    "two depths across": ({"cat": 5, "animals/dog": 3, "animals/cow": 2}, ["5 images in folders such as cat/",
-                          "5 images in folders such as animals/"]),
+    "two depths": ({"cat": 5, "cat/more": 3, "dog": 5}, ["10 images (for example in cat/)",
+                   "3 images (for example in cat/more/)", "{train: .}"]),
+    "two depths across": ({"cat": 5, "animals/dog": 3, "animals/cow": 2}, ["5 images (for example in cat/)",
+                          "5 images (for example in animals/"]),
     "two depths in train": ({"train/a": 5, "train/b": 5, "train/b/x": 1, "val/a": 1}, ["{train: train, val: val}"]),
     "class named train, nested": ({"car": 5, "train/a": 4, "train/b": 4, "bus": 3}, ["{train: train}", "{train: .}"]),
-    "wrapper": (both("x"), ["Pass data.root=", "images/x."]),
+    "wrapper": (both("x"), ["Set data.root=", "images/x."]),
     "wrapper of splits": (both("x/y/train", "x/y/test"), ["images/x/y."]),
     "splits in one of two": (both("images/train", "images/test") | {"annotations/a": 3}, ["images/images."]),
     "wrapper in train": (both("train/data", "test/data"), ["{train: train/data, test: test}"]),
-    "no class folders": ({".": 4, "labels.csv": "a,b"}, ["images (4 images) has no class folders", "labels.csv"]),
+    "no class folders": ({".": 4, "labels.csv": "a,b"}, ["No class folders", "images (4 images)", "labels.csv"]),
     "flat splits": ({"train": 4, "test": 3, "train.csv": "a"}, ["train/ (4 images), test/ (3 images)", "train.csv"]),
     "a single folder": ({"photos": 4, "labels.xlsx": "a"}, ["only one class, 'photos', with 4 images", "labels.xlsx"]),
     "images and masks": ({"images": 4, "masks": 4}, ["data=mask_folder", "{train: .}"]),
     "flat test": ({**both("train"), "test": 3}, ["3 images without a class", "{train: train}"]),
-    "no training images": (both("test", "val"), ["no train/"]),
+    "no training images": (both("test", "val"), ["no folder train/"]),
     "case in test": ({"train/Cat": 4, "train/dog": 4, "test/cat": 4},
                      ["'cat' (4 images)", "differs from 'Cat' only in case or spaces", "{train: train}"]),
-    "a class of one image": ({"cat": 5, "dog": 1}, ["'dog' of the 2 classes in ", "a single training image (6 images"]),
-    "one image, test": ({**both("train", "test"), "train/cow": 1, "test/cow": 3}, ["'cow' of the 3 classes"]),
-    "parts with letters": ({"trainA": 4, "testB": 4}, ["testB/ (4 images), trainA/ (4 images) have no class folders",
-                           "{train: .}"]),
-    "flat folds": ({"fold_a": 4, "fold_b": 4}, ["fold_a/ (4 images), fold_b/ (4 images) have no", "{train: .}"]),
-    "flat parts": ({"train1": 4, "train2": 4}, ["train1/ (4 images), train2/ (4 images) have no", "{train: .}"]),
+    "a class of one image": ({"cat": 5, "dog": 1}, ["the 2 classes in", "'dog' has a single training image (6 im"]),
+    "one image, test": ({**both("train", "test"), "train/cow": 1, "test/cow": 3}, ["the 3 classes", "'cow' has"]),
+    "parts with letters": ({"trainA": 4, "testB": 4}, ["in testB/ (4 images), trainA/ (4 images) (in", "{train: .}"]),
+    "flat folds": ({"fold_a": 4, "fold_b": 4}, ["found in fold_a/ (4 images), fold_b/ (4 images) (in", "{train: .}"]),
+    "flat parts": ({"train1": 4, "train2": 4}, ["found in train1/ (4 images), train2/ (4 images) (in", "{train: .}"]),
     "HEIC only": ({"cat/1.heic": "x", "dog/2.HEIC": "x"}, [".heic ×2", "pip install 'efficient-ft[heic]'"]),
-    "arrays only": ({"cat/1.npy": "x", "dog/2.npy": "x"}, [".npy ×2", "convert them to PNG or TIFF"]),
+    "arrays only": ({"cat/1.npy": "x", "dog/2.npy": "x"}, [".npy ×2", "convert the files to PNG or TIFF"]),
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def test_explicit_splits_join_folders_and_leave_nothing_ambiguous(tree: Make) ->
     assert sizes(listing) == (20, 0, 3)
     assert listing.origins == {"train": "2019/, 2020/", "test": "late/"}
     assert listing.left_out == {"images outside of class folders": 1}
-    assert [note for note in listing.notes if note.startswith("Not used: notes in ")]
+    assert [note for note in listing.notes if note.endswith(" are not used: notes.")]
     assert folder_classes(root, {"train": ["2019", "2020"]}) == 2
     (root / "notes").rmdir()
     assert read_folder(root, splits={"train": "."}).class_names == ["2019", "2020", "late"]
@@ -187,9 +187,9 @@ def test_explicit_splits_join_folders_and_leave_nothing_ambiguous(tree: Make) ->
             r"data.splits.test must be a folder.*got tset.*It has table.csv, test, train",
         ),
         ({"train": "train", "test": "table.csv"}, r"data.splits.test must be a folder of class folders, got table.csv"),
-        ({"train": "train/cat"}, "train/cat/ .6 images. has no class folders"),
-        ({"test": "test"}, "names the training data"),
-        ({}, "names the training data"),
+        ({"train": "train/cat"}, "No class folders were found in train/cat/ .6 images. "),
+        ({"test": "test"}, "with the training data"),
+        ({}, "with the training data"),
     ],
 )
 def test_mistakes_in_explicit_splits(tree: Make, splits: dict[str, str], message: str) -> None:
@@ -208,13 +208,13 @@ def test_skipped_files_are_counted_by_reason(tree: Make) -> None:
     root = tree({**both("train", "test"), "train/cat/a.txt": "x", "test/dog/b.txt": "x", "train/dog/c.npy": "x"})
     assert read_folder(root).left_out == {
         "not images: .txt ×2": 2,
-        ".npy files: convert them to PNG or TIFF": 1,
+        ".npy files: convert the files to PNG or TIFF": 1,
     }
 
 
 def test_exports_for_detection_and_archives_are_named(tree: Make, tmp_path: Path) -> None:
     files = {"train/images": 5, "train/labels/0.txt": "0 .5 .5 .1 .1", "valid/images": 2, "valid/labels/0.txt": ""}
-    with pytest.raises(UserError, match="images/ with labels/ is an export for object detection"):
+    with pytest.raises(UserError, match="images/ and labels/ contain data for object detection"):
         read_folder(tree(files))
     (tmp_path / "images.zip").touch()
     assert "Unpack the archive" in str(missing_folder(tmp_path / "images.zip"))

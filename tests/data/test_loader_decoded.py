@@ -65,7 +65,7 @@ def test_files_are_decoded_once(
         assert torch.equal(evaluated(again), expected[1])
     (note,) = [note for note in kept.report()["notes"] if "data.keep_decoded" in note]
     pixels = 10 * (16 if resize == "input" else 40) ** 2 + 2 * 16**2
-    assert f"kept for later epochs and runs (data.keep_decoded): {format_bytes(3 * pixels)} in" in note
+    assert f"({format_bytes(3 * pixels)}) may be deleted" in note
 
 
 def test_a_changed_file_is_decoded_again(opened: Callable[..., ImageData], tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_full_disk_ends_the_keeping_and_not_the_run(
         assert torch.equal(epoch_of(data)[0], epoch_of(opened("off"))[0])
         epoch_of(data, epoch=2)
     assert [record.getMessage().split(" is full.")[1] for record in caplog.records] == [
-        " Further images are decoded in every epoch."
+        " Images that are not stored are decoded in every epoch."
     ]
 
 
@@ -140,7 +140,7 @@ def test_what_cannot_be_kept_is_refused_or_left(
 
 def test_a_disk_without_room_is_refused(opened: Callable[..., ImageData], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_store.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(SettingError, match=r"data\.decoded_folder must be on a disk with .* free for these decoded"):
+    with pytest.raises(SettingError, match=r"data\.decoded_folder must be on a disk with .* of free space for these"):
         opened()
 
 

@@ -99,7 +99,7 @@ def test_a_data_set_deeper_than_the_root_is_named(tmp_path: Path) -> None:
         root = write(tmp_path / str(len(next(iter(folders)))), folders)
         (root / "classes.txt").unlink()
         inner = next(iter(folders)).split("/train")[0].removesuffix("/images")
-        assert _message(root).endswith(f"Pass data.root={root / inner}.")
+        assert _message(root).endswith(f"Set data.root={root / inner}.")
 
 
 def test_several_data_sets_in_one_folder_are_ambiguous(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_split_that_a_setting_names(tmp_path: Path) -> None:
     with pytest.raises(SettingError, match=r"data\.splits\.train must be a folder"):
         read(root, {"train": "classes.txt"})
     write(root, {"images/lonely": 2})
-    assert "has no matching folder of masks" in _message(root, {"train": "images/lonely"})
+    assert "there is no matching folder of masks" in _message(root, {"train": "images/lonely"})
 
 
 def test_images_without_any_masks(tmp_path: Path) -> None:
@@ -173,7 +173,7 @@ def test_images_without_any_masks(tmp_path: Path) -> None:
     listing = read(root)
     assert sizes(listing) == [4, 2, None]
     assert listing.left_out == {"images without masks (test/)": 7}
-    assert any("test/ has 7 images without masks" in note for note in listing.notes)
+    assert any("test/ contains 7 images without masks" in note for note in listing.notes)
     only = write(tmp_path / "only", {"train": 4, "test": 2})
     assert "no folder of masks" in _message(only)
     together = write(tmp_path / "together", {"train": ["a_sat.png", "a_mask.png"]})
@@ -218,12 +218,13 @@ def test_images_and_masks_that_lack_the_other_one(tmp_path: Path) -> None:
     instances = write(
         tmp_path / "instances", {"images": ["1.jpg", "2.jpg"], "masks": ["1_0.png", "1_1.png", "2_0.png"]}
     )
-    assert "has several masks for one image: 1_0.png and 1_1.png (3 masks, 2 images)" in _message(instances)
+    message = _message(instances)
+    assert "several masks for one image: 1_0.png and 1_1.png. There are 3 masks for 2 images." in message
 
 
 def test_masks_that_are_no_masks(tmp_path: Path) -> None:
     root = write(tmp_path, {"images": 3, "masks": ["000.jpg", "001.jpg", "002.jpg"]})
-    assert "masks contains 3 .jpg files: JPEG and WebP change pixel values" in _message(root)
+    assert "masks contains 3 .jpg files. JPEG and WebP change pixel values" in _message(root)
     arrays = write(tmp_path / "arrays", {"images": 2, "masks": []})
     for k in range(2):
         np.save(arrays / "masks" / f"{k:03}.npy", np.zeros(3))
@@ -240,7 +241,7 @@ def test_files_at_two_depths_of_a_split(tmp_path: Path) -> None:
 
 def test_digits_around_a_name_are_those_of_another_image(tmp_path: Path) -> None:
     root = write(tmp_path / "a", {"images": [f"{k}.png" for k in range(10)], "masks": [f"1{k}.png" for k in range(10)]})
-    with pytest.raises(UserError, match=r"images/0\.png has no mask .*masks/0\.png"):
+    with pytest.raises(UserError, match=r"images/0\.png has no mask\. .*masks/0\.png"):
         read(root)
     root = write(tmp_path / "b", {"images": [f"{k}.png" for k in range(9)], "masks": [f"{k}0.png" for k in range(9)]})
     with pytest.raises(UserError, match="has no mask"):
@@ -270,8 +271,8 @@ def _city(root: Path) -> Path:
 def test_one_of_several_kinds_of_masks_is_chosen_by_the_end_of_their_names(tmp_path: Path) -> None:
     root = _city(tmp_path)
     message = _message(root)
-    assert "gtFine/train has several masks for one image: aachen_000000_000019_gtFine_color.png and" in message
-    assert "(24 masks, 6 images)" in message
+    assert "gtFine/train contains several masks for one image: aachen_000000_000019_gtFine_color.png and" in message
+    assert "There are 24 masks for 6 images." in message
     assert "data.masks.suffix=_gtFine_labelIds (other suffixes: _gtFine_labelTrainIds, _gtFine_color," in message
     assert "data=cityscapes" in message
     listing = read(root, suffix="_gtFine_labelIds")
@@ -323,7 +324,8 @@ def test_names_that_do_not_match_are_listed(tmp_path: Path) -> None:
     others = write(
         tmp_path / "others", {"images": [f"p{k}q.png" for k in range(5)], "masks": [f"x{k:03}.png" for k in range(4)]}
     )
-    assert "5 images: p0q, p1q, p2q and 2 more; 4 masks: x000, x001, x002 and 1 more." in _message(others)
+    expected = "Names of 5 images: p0q, p1q, p2q and 2 more. Names of 4 masks: x000, x001, x002 and 1 more."
+    assert expected in _message(others)
 
 
 def test_the_values_of_the_masks_are_shown_if_there_is_no_class_list(tmp_path: Path) -> None:
@@ -333,7 +335,7 @@ def test_the_values_of_the_masks_are_shown_if_there_is_no_class_list(tmp_path: P
         Image.fromarray(np.full((4, 6), 255, dtype=np.uint8)).save(path)
     message = _message(root)
     assert "has no classes.txt" in message
-    assert "The values in 6 of 6 training masks: 0 (in 2), 1 (in 2), 255 (in 2)." in message
+    assert "The following values were found in 6 of 6 training masks: 0 (in 2), 1 (in 2), 255 (in 2)." in message
     assert "data.masks.values={VALUE: NAME, …}" in message
     for path in (root / "masks").iterdir():
         Image.fromarray(np.full((4, 6, 3), (9, 8, 7), dtype=np.uint8)).save(path)

@@ -89,12 +89,12 @@ def test_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
         ((0, 255), "a\nb\nc\n", "b, c have no pixel"),
         ((1, 255), "a\nb\n", "a has no pixel"),
         ((0, 1, 255), "a\nb\nc\n", "'data.masks.values={0: a, 1: b, 255: c}'"),
-        ((0, 1), "a\nb\nc\n", r"the data set has 3 classes: c has no pixel"),
-        ((0,), "a\nb\n", "every pixel is a, and b has no pixel"),
-        ((0, 128, 255), "a\nb\n", "have values without a class: 0 "),
+        ((0, 1), "a\nb\nc\n", r"the data set has 3 classes, and c has no pixel"),
+        ((0,), "a\nb\n", "Every pixel belongs to the class a, and b has no pixel"),
+        ((0, 128, 255), "a\nb\n", "have values that belong to no class: 0 "),
         ((0, 128, 255), "a\nb\nc\n", "'data.masks.values={0: a, 128: b, 255: c}'"),
         ((1, 2), "a\nb\n", "'data.masks.values={1: a, 2: b}'"),
-        ((0, 255), "a\nb\nc\n", "{0: a, 255: b}' with 'data.masks.classes=[a, b]'"),
+        ((0, 255), "a\nb\nc\n", "{0: a, 255: b}' and 'data.masks.classes=[a, b]'"),
         ((255,), "a\nb\n", "No pixel of the train masks has a label"),
     ],
 )
@@ -161,16 +161,16 @@ def test_classes_may_come_from_the_map_of_values(tmp_path: Path) -> None:
             r"data\.masks\.values\.255 must be .*got sell\. Did you mean 'cell'",
         ),
         ({"values": {0: "background", 255: 7}}, r"data\.masks\.values\.255 must be"),
-        ({"values": {0: "background"}}, r"gives each class a value, .*Add cell"),
-        ({"values": {0: "background", 255: "cell"}, "ignored": [255]}, r"data\.masks\.ignored must be none of"),
+        ({"values": {0: "background"}}, r"a mapping with a value for each class, .*Add cell"),
+        ({"values": {0: "background", 255: "cell"}, "ignored": [255]}, r"data\.masks\.ignored must be a value that"),
         ({"colors": {"background": [0, 0, 0]}}, r"a color for each class, .*Add a color for cell"),
         ({"colors": {"background": [0, 0, 0], "cell": [0, 0, 0]}}, r"background and cell have the same color"),
         (
             {"colors": {"background": [0, 0, 0], "cell": [1, 0, 0], "sea": [2, 0, 0]}},
             r"must be one of background, cell",
         ),
-        ({"palette": "color"}, r"data\.masks\.palette must be index or auto, since the classes have no colors"),
-        ({"classes": ["a", "b", "a"]}, r"data\.masks\.classes lists a twice"),
+        ({"palette": "color"}, r"data\.masks\.palette must be index or auto, because the classes have no colors"),
+        ({"classes": ["a", "b", "a"]}, r"data\.masks\.classes: the class a occurs twice"),
     ],
 )
 def test_settings_that_do_not_fit(tmp_path: Path, masks: dict[str, Any], expected: str) -> None:
@@ -183,7 +183,7 @@ def test_negative_values_are_not_mapped(tmp_path: Path) -> None:
     for path in (root / "train/masks").iterdir():
         Image.fromarray(ids(0).astype(np.int32) - 1).save(path.with_suffix(".tif"))
         path.unlink()
-    assert "train masks have values outside of 0 to 65535: -1 (" in message(root)
+    assert "train masks have values outside of the range 0 to 65535: -1 (" in message(root)
 
 
 def test_masks_of_one_bit(tmp_path: Path) -> None:
@@ -240,17 +240,18 @@ def test_masks_are_mapped_by_color(tmp_path: Path, make: Callable[[int], Image.I
 
 def test_colors_of_no_class_are_counted(tmp_path: Path) -> None:
     root = write(tmp_path, rgb, "sky 128 128 128\nbuilding 128 0 0\n")
-    with pytest.raises(UserError, match=r"colors without a class: 0 0 0 \(\d+ pixels\)\. Add them"):
+    with pytest.raises(UserError, match=r"colors without a class: 0 0 0 \(\d+ pixels\)\. Add these colors"):
         list(opened(root).train_loader())
     (root / "classes.txt").write_text("sky\nbuilding\n")
-    with pytest.raises(UserError, match=r"the mask has colors \(mode RGB\).*data\.masks\.colors"):
+    with pytest.raises(UserError, match=r"the mask contains colors \(mode RGB\).*data\.masks\.colors"):
         list(opened(root).train_loader())
 
 
 def test_palettes_that_differ_are_rejected(tmp_path: Path) -> None:
     root = write(tmp_path, indexed, "sky\nbuilding\nroad\n")
     text = message(root)
-    assert "The palettes of the masks differ: index 0 is the color 128 128 128 in" in text
+    assert "The palettes of the masks differ (" in text
+    assert "Index 0 is the color 128 128 128 in" in text
     assert "data.masks.palette=index" in text
     assert "data.masks.colors=" in text
     assert opened(root, {"palette": "index"}).num_classes == 3
@@ -266,7 +267,7 @@ def test_gray_palettes_in_another_order_are_ambiguous(tmp_path: Path) -> None:
         return image
 
     root = write(tmp_path, make, "a\nb\nc\nd\n")
-    assert "index 1 is the gray value 3, and both are class ids. Set data.masks.palette=index" in message(root)
+    assert "Index 1 has the gray value 3, and both numbers are class ids. Set data.masks.palette=index" in message(root)
     assert (first(opened(root, {"palette": "index"})) == ids(0, (0, 1, 2))).all()
 
 
@@ -277,7 +278,7 @@ def test_ids_of_masks_with_a_palette_although_the_list_has_colors(tmp_path: Path
         return image
 
     root = write(tmp_path, make, LIST)
-    with pytest.raises(UserError, match=r"or set data\.masks\.palette=index"):
+    with pytest.raises(UserError, match=r"indices instead, set data\.masks\.palette=index"):
         list(opened(root).train_loader())
     assert (first(opened(root, {"palette": "index"})) == EXPECTED[ids(0, (0, 1, 2))]).all()
     plain = write(tmp_path / "plain", gray(0, 1, 2), LIST)
@@ -310,7 +311,7 @@ def test_masks_of_images_with_an_orientation(tmp_path: Path, orientation: int, s
         assert not agrees("upright")
     else:
         assert agrees("auto")
-        with pytest.raises(UserError, match="the mask is 10×8, but its image is 8×10"):
+        with pytest.raises(UserError, match="the size of the mask is 10×8, but the size of its image is 8×10"):
             agrees("upright")
     upright = opened(root, {"exif": "raw"})._dataset("train", training=False).read(0)[1]
     Image.fromarray(upright).save(mask)
@@ -335,7 +336,7 @@ def test_smoothed_masks_are_named(tmp_path: Path) -> None:
 def test_a_resized_mask_is_named(tmp_path: Path) -> None:
     root = write(tmp_path, gray(0, 1))
     Image.fromarray(ids(0)).resize((20, 16), Image.Resampling.NEAREST).save(root / "train/masks/0.png")
-    with pytest.raises(UserError, match=r"the mask is 20×16, but its image is 10×8.*The mask looks resized"):
+    with pytest.raises(UserError, match=r"mask is 20×16, but the size of its image is 10×8.*If the mask was resized"):
         first(opened(root))
 
 
@@ -343,7 +344,7 @@ def test_published_sets_have_no_such_settings() -> None:
     from efficient_ft.config.kinds import _check_masks
 
     for settings in ({"values": "ids"}, {"colors": {"a": [0, 0, 0]}}, {"palette": "index"}, {"folder": "masks"}):
-        with pytest.raises(SettingError, match=r"data\.masks\.\w+ must be left out, since the data set has its own"):
+        with pytest.raises(SettingError, match=r"data\.masks\.\w+ must be left out, because the data set defines"):
             _check_masks("camvid", MaskConfig(**settings))  # type: ignore[arg-type]
     _check_masks("camvid", MaskConfig(exif="raw"))
     for bad in ({"values": "ids", "colors": {"a": [0, 0, 0]}}, {"palette": "index", "colors": {"a": [0, 0, 0]}}):
@@ -355,8 +356,8 @@ def test_published_sets_have_no_such_settings() -> None:
 
 def test_masks_that_mostly_cannot_be_used_stop_before_the_training(tmp_path: Path) -> None:
     root = write(tmp_path, rgb, "sky\nbuilding\n")
-    assert message(root).startswith("6 of 6 train masks examined cannot be used. ")
-    assert "the mask has colors (mode RGB)" in message(root, on_corrupt="skip")
+    assert message(root).startswith("6 of 6 train masks that were examined cannot be used. ")
+    assert "the mask contains colors (mode RGB)" in message(root, on_corrupt="skip")
     for path in (root / "train/masks").iterdir():
         Image.fromarray(ids(0)).save(path)
     Image.fromarray(COLORS[ids(0, (0, 1))]).save(root / "train/masks/0.png")
@@ -368,7 +369,7 @@ def test_masks_that_mostly_cannot_be_used_stop_before_the_training(tmp_path: Pat
 def test_masks_of_0_and_1_among_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
     root = write(tmp_path, lambda number: Image.fromarray(ids(number) * (255 if number % 2 else 1)))
     text = message(root)
-    assert "3 of 6 examined train masks contain the value 1, 3 contain 0 and 255, and none contains both" in text
+    assert "Of 6 examined train masks, 3 contain the value 1, and 3 contain only the values 0 and 255." in text
     assert "'data.masks.values={0: background, 1: cell, 255: cell}'" in text
     data = opened(root, {"values": {0: "background", 1: "cell", 255: "cell"}})
     assert set(np.unique(np.stack([data._dataset("train", training=False).read(k)[1] for k in (0, 1)]))) == {0, 1}

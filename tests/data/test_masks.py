@@ -54,15 +54,15 @@ def test_folders_may_be_nested(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "expected"),
     [
-        (lambda root: (root / "classes.txt").unlink(), "has no classes.txt, which lists the class names"),
+        (lambda root: (root / "classes.txt").unlink(), "has no classes.txt. This file must list the class names"),
         (
             lambda root: (root / "classes.txt").write_text("void\nsky\n"),
             r"has 1 class \(classes.txt\). Segmentation requires at least two",
         ),
-        (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask .*masks/001.png\. Add the mask"),
+        (lambda root: (root / "train/masks/001.png").unlink(), r"001.jpg has no mask\. .*masks/001.png does not exist"),
         (lambda root: [p.unlink() for p in (root / "train/images").iterdir()], "train/images has no images"),
         (lambda root: (root / "train").rename(root / "spare"), "Images with masks are in several folders"),
-        (lambda root: Image.new("L", (4, 4)).save(root / "train/masks/000.bmp"), "has two files for 000"),
+        (lambda root: Image.new("L", (4, 4)).save(root / "train/masks/000.bmp"), "contains two files for 000"),
     ],
 )
 def test_a_folder_that_cannot_be_used_is_explained(tmp_path: Path, spoil: object, expected: str) -> None:
@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_used_is_explained(tmp_path: Path, spoil: object
 
 
 def test_no_folder_and_a_single_image(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="the folder does not exist"):
         read_mask_folder(tmp_path / "nowhere")
     with pytest.raises(UserError, match="only one image"):
         read_mask_folder(write_folder(tmp_path / "set", {"": 1}))
@@ -117,10 +117,10 @@ def test_ids_above_255_are_read(tmp_path: Path) -> None:
             r"ids without a class: 7 \(2 pixels\), 9 \(1 pixel\). The classes have the ids 0, 1, 3",
         ),
         (np.full((2, 3), VOID), "no pixel has a label"),
-        (np.zeros((3, 3)), "the mask is 3×3, but its image is 3×2"),
+        (np.zeros((3, 3)), "the size of the mask is 3×3, but the size of its image is 3×2"),
         (
             np.eye(3)[[[0, 1, 2], [0, 0, 0]]],
-            r"the mask has colors \(mode RGB\) instead of class ids: 1 0 0 \(4 pixels\)",
+            r"the mask contains colors \(mode RGB\) instead of class ids: 1 0 0 \(4 pixels\)",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_a_mask_that_cannot_be_used_is_named(tmp_path: Path, mask: np.ndarray, e
 
 def test_a_damaged_mask_is_named(tmp_path: Path) -> None:
     (tmp_path / "mask.png").write_bytes(b"no picture")
-    with pytest.raises(UserError, match=r"mask\.png: not readable as a mask"):
+    with pytest.raises(UserError, match=r"mask\.png: the file cannot be read as a mask"):
         read_mask(str(tmp_path / "mask.png"), CLASSES)
 
 

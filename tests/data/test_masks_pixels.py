@@ -89,7 +89,7 @@ def _alpha() -> Image.Image:
 @pytest.mark.parametrize(
     ("write", "expected"),
     [
-        (lambda p: Image.fromarray(IDS).save(p, format="jpeg"), "got JPEG, which does not keep exact values"),
+        (lambda p: Image.fromarray(IDS).save(p, format="jpeg"), "got JPEG. This format does not store exact values"),
         (lambda p: Image.fromarray(IDS).convert("RGB").save(p, format="webp", lossless=True), "got WEBP"),
         (lambda p: Image.fromarray(IDS).save(p, format="tiff", compression="jpeg"), "got TIFF with jpeg compression"),
         (
@@ -100,14 +100,14 @@ def _alpha() -> Image.Image:
         ),
         (lambda p: Image.fromarray(IDS.astype(np.float32)).save(p, format="tiff"), "got floating-point values"),
         (lambda p: Image.fromarray(IDS).convert("CMYK").save(p, format="tiff"), "got the mode CMYK"),
-        (lambda p: _alpha().save(p), "the mask has varying transparency"),
+        (lambda p: _alpha().save(p), "the transparency of the mask varies"),
         (lambda p: _png(p, 16, [bytes([0, 1] * 3)], 1, 2), "3 channels of 16 bits"),
         (
             lambda p: Image.fromarray(IDS).convert("1").save(p, format="tiff", tiffinfo={262: 0}),
             "the value 0 is white in this file",
         ),
-        (lambda p: p.write_bytes(b"nothing"), "not readable as a mask"),
-        (lambda p: p.write_bytes(b""), "not readable as a mask"),
+        (lambda p: p.write_bytes(b"nothing"), "cannot be read as a mask"),
+        (lambda p: p.write_bytes(b""), "cannot be read as a mask"),
     ],
 )
 def test_files_without_exact_ids_are_rejected(tmp_path: Path, write: Any, expected: str) -> None:
@@ -130,7 +130,7 @@ def test_orientations_of_images_are_found(tmp_path: Path, name: str) -> None:
         path.write_bytes(raw[:start] + raw[start + length : end] + raw[start : start + length] + raw[end:])
     assert raw_size(str(path)) == ((50, 30), 6)
     if name != "i.jpg":
-        with pytest.raises(UserError, match="its own EXIF orientation"):
+        with pytest.raises(UserError, match="an EXIF orientation tag"):
             read_pixels(str(path))
 
 

@@ -137,7 +137,7 @@ def test_cars_from_local_files(tmp_path: Path, data_config: Config) -> None:
     # data.root may also be the folder of the data set.
     assert open_data(data_config("cars", root=str(tmp_path / "stanford_cars")), SPEC, 0).splits == data.splits
     (tmp_path / "stanford_cars/devkit/cars_meta.mat").unlink()
-    assert "lacks cars_meta.mat" in str(missing_data(config))
+    assert "does not contain cars_meta.mat" in str(missing_data(config))
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -167,7 +167,7 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     with pytest.raises(UserError, match=r"the lists in .*food-101 cannot be read"):
         open_data(config, SPEC, 0)
     (tmp_path / "food-101/meta/test.json").unlink()
-    assert "incomplete and lacks meta/test.json" in str(missing_data(config))
+    assert "is incomplete. It does not contain meta/test.json" in str(missing_data(config))
     folder = write_cub(tmp_path)
     (folder / "image_class_labels.txt").write_text("1 1\n")
     with pytest.raises(UserError, match="list different images"):
@@ -200,7 +200,7 @@ def test_links_out_of_a_published_data_set_are_refused_unless_they_are_to_be_fol
     place = place / "train1.jpg" if of == "file" else place
     place.rename(tmp_path / "elsewhere")
     place.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"waffles.* is a link to .*elsewhere, outside of .*data\.follow_links=true"):
+    with pytest.raises(UserError, match=r"waffles.* is a link to .*, which is outside of .*data\.follow_links=true"):
         open_data(data_config("food101", root=str(tmp_path / "data")), SPEC, 0)
     assert open_data(data_config("food101", root=str(tmp_path / "data"), follow_links=True), SPEC, 0).splits
     (tmp_path / "linked").symlink_to(tmp_path / "data")  # data.root may be a link

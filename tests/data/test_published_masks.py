@@ -44,7 +44,7 @@ def test_cityscapes(tmp_path: Path) -> None:
     assert listing.test is not None
     assert read_mask(listing.test.masks[0], listing.classes)[0].tolist() == [0, 1, IGNORED, 18, IGNORED]
     next(iter((tmp_path / "gtFine" / "train" / "aachen").iterdir())).unlink()
-    with pytest.raises(UserError, match=r"aachen_000000_000019_gtFine_labelIds\.png: no such file"):
+    with pytest.raises(UserError, match=r"aachen_000000_000019_gtFine_labelIds\.png: the file does not exist"):
         _read("cityscapes", tmp_path)
 
 
@@ -58,7 +58,7 @@ def test_augmented_voc(tmp_path: Path) -> None:
     (lists / "val.txt").write_text("2007_000033\n")
     config = _config("voc2012_aug", tmp_path)
     assert missing_data(config) is None
-    with pytest.raises(UserError, match=r"has no trainaug\.txt"):
+    with pytest.raises(UserError, match=r"does not contain trainaug\.txt"):
         _read("voc2012_aug", tmp_path)
     (lists / "trainaug.txt").write_text(
         "/JPEGImages/2007_000032.jpg /SegmentationClassAug/2007_000032.png\n2008_000002\n"
@@ -68,7 +68,7 @@ def test_augmented_voc(tmp_path: Path) -> None:
     assert listing.test is not None
     assert read_mask(listing.test.masks[0], listing.classes)[0].tolist() == [0, 1, 20, IGNORED, 15]
     assert class_count(config) == 21
-    for damaged, said in ((b"2007_\xc1", r"val\.txt cannot be read"), (b"\n", r"val\.txt lists no image")):
+    for damaged, said in ((b"2007_\xc1", r"val\.txt cannot be read"), (b"\n", r"val\.txt contains no names of images")):
         (lists / "val.txt").write_bytes(damaged)
         with pytest.raises(UserError, match=said):
             _read("voc2012_aug", tmp_path)
@@ -79,7 +79,7 @@ def test_links_out_of_a_published_set_of_masks_are_refused(tmp_path: Path) -> No
     image = next((root / "train" / "images").iterdir())
     image.rename(tmp_path / "elsewhere.png")
     image.symlink_to(tmp_path / "elsewhere.png")
-    with pytest.raises(UserError, match=r"is a link to .*elsewhere\.png, outside of"):
+    with pytest.raises(UserError, match=r"is a link to .*elsewhere\.png, which is outside of"):
         _read("camvid", tmp_path / "data")
     config = _config("camvid", tmp_path / "data").model_copy(update={"follow_links": True})
     assert len(read_data(config).train) == 2
@@ -101,6 +101,6 @@ def test_what_is_missing_is_said_with_its_source(tmp_path: Path, name: str) -> N
     message = missing_data(_config(name, tmp_path))
     assert message is not None
     assert message.startswith(f"data={name} (")
-    assert "Download it from http" in message
+    assert "Download the data set from http" in message
     with pytest.raises(UserError, match=f"data={name}"):
         read_data(_config(name, tmp_path))

@@ -139,7 +139,7 @@ def test_notes_say_whose_they_are(tmp_path: Path) -> None:
     configs = task_configs(tmp_path, {"a": 2, "b": 2})
     configs["a"] = configs["a"].model_copy(update={"batch_size": 5})
     report = RoundRobinData({name: open_data(config, SPEC, 3) for name, config in configs.items()}, 1).report()
-    assert "a: Each batch contains all 4 training images, fewer than data.batch_size=5." in report["notes"]
+    assert "a: Each batch contains all 4 training images, which are fewer than data.batch_size=5." in report["notes"]
     assert {note[:3] for note in report["notes"]} == {"a: ", "b: "}
     assert {task: of["splits"] for task, of in report["tasks"].items()} == {
         "a": {"train": 4, "val": 2},

@@ -44,7 +44,7 @@ def test_what_a_data_set_says_of_itself(folder: Path) -> None:
     assert (report["classes"], report["skipped_count"]) == (3, 0)
     assert class_count(_config(folder)) == 3
     assert missing_data(_config(folder)) is None
-    assert "no such folder" in (missing_data(_config(folder / "x")) or "")
+    assert "the folder does not exist" in (missing_data(_config(folder / "x")) or "")
     assert class_count(_config(folder / "x")) is None
 
 
@@ -151,7 +151,7 @@ def test_a_file_that_cannot_be_used_stops_with_its_name(folder: Path, workers: i
     _spoil(folder)
     with pytest.raises(UserError, match=r"00[24]\."):
         list(_open(folder, num_workers=workers).train_loader())
-    with pytest.raises(UserError, match=r"001\.png: the mask is 5×5, but its image is 64×48"):
+    with pytest.raises(UserError, match=r"001\.png: the size of the mask is 5×5, but the size of its image is 64×48"):
         list(_open(folder, num_workers=workers).eval_loader("val"))
 
 

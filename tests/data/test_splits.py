@@ -65,7 +65,7 @@ def test_places_are_below_the_root_and_named_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        ({"test": "a"}, "names the training data"),
+        ({"test": "a"}, "with the training data"),
         ({"train": "aa"}, r"data.splits.train must be a folder or file in .*, got aa. It has a, b"),
         ({"train": ".."}, "a path below data.root"),
         ({"train": "a", "test": "a"}, "data.splits.test must be outside of .*a [(]train[)], got a"),

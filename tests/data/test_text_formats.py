@@ -30,12 +30,12 @@ def test_a_lone_quote_swallows_no_rows_of_a_tsv(tmp_path: Path) -> None:
 
 def test_a_lone_quote_in_a_csv_is_refused_with_its_lines(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": table([*sentences(20), *LONE])})
-    with pytest.raises(UserError, match=r"lines 22–25: a quote opens .*4 lines .*quotes=false; .*quotes=true"):
+    with pytest.raises(UserError, match=r"lines 22–25: a quote opens .*4 lines .*quotes=false\. .*quotes=true"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, quotes=False)) == 24
     assert size(open_set(tmp_path, quotes=True)) == 21
     write_all(tmp_path, {"a.csv": table([*sentences(20), *LONE[:2]])})
-    with pytest.raises(UserError, match=r"line 22: not readable as a table .*data\.text\.quotes=false"):
+    with pytest.raises(UserError, match=r"line 22: the table cannot be read .*data\.text\.quotes=false"):
         open_set(tmp_path)
 
 
@@ -43,7 +43,7 @@ def test_cells_over_several_lines_are_noted(tmp_path: Path) -> None:
     data = open_set(write_all(tmp_path, {"a.csv": PLAIN + '"Dear all,\nthe apple, or\r\npear",fruit\n'}))
     assert size(data) == 21
     text = printed(data)
-    assert "quoted cells span several lines in 1 row, such as lines 22–24." in text
+    assert "quoted cells span several lines in 1 row (for example, lines 22–24)." in text
     assert "a.csv (21 rows in 24 lines)" in text
 
 
@@ -53,7 +53,7 @@ def test_quotes_of_a_tsv_are_noted_and_can_enclose(tmp_path: Path) -> None:
     assert "quotes around cells are part of the texts in 12 rows (data.text.quotes)" in printed(open_set(tmp_path))
     assert open_set(tmp_path, quotes=True)._parts["train"].texts[0][0][0] != '"'
     write_all(tmp_path, {"a.tsv": '"text"\t"label"\n"a"\t"fruit"\n'})
-    with pytest.raises(UserError, match=r"no column 'text'.*set data\.text\.quotes=true"):
+    with pytest.raises(UserError, match=r"the column 'text'.*Set data\.text\.quotes=true"):
         open_set(tmp_path)
 
 
@@ -88,7 +88,7 @@ def test_a_given_delimiter_is_used(tmp_path: Path) -> None:
 
 def test_a_table_without_names_is_refused_or_named(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.tsv": "".join(f"{label}\t{text}\n" for text, label in sentences(20))})
-    with pytest.raises(UserError, match=r"Columns: fruit, .* read as column names.*names=\[label,text\]"):
+    with pytest.raises(UserError, match=r"The columns are fruit, .* read as column names.*names=\[label,text\]"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, names=["label", "text"])) == 20
     with pytest.raises(SettingError, match=r"data\.text\.names must be 2 names, one for each cell of line 1"):
@@ -121,19 +121,19 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (ACCENTS.encode("cp1252"), r"a\.csv, line 22: invalid UTF-8 \(byte 0xe9\)\. It looks like cp1252: set data\."),
-        (ACCENTS.encode("utf-16-le"), r"like utf-16-le without a byte order mark: set data\.text\.encoding=utf-16-le"),
-        (ACCENTS.encode("utf-16-be"), r"set data\.text\.encoding=utf-16-be"),
-        ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: invalid UTF-8 .*gb18030 \(Chinese\)"),
-        ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: invalid UTF-8 .*e\.g\. cp1251"),
+        (ACCENTS.encode("cp1252"), r"a\.csv, line 22: the text is not valid UTF-8 .*may be cp1252\. Set data\."),
+        (ACCENTS.encode("utf-16-le"), r"like utf-16-le without a byte order mark\. Set data\.text\.encoding=utf-16-le"),
+        (ACCENTS.encode("utf-16-be"), r"Set data\.text\.encoding=utf-16-be"),
+        ((PLAIN + "中文字 很好 apple,fruit\n").encode("gb18030"), r"line 22: .* not valid UTF-8 .*gb18030 \(Chinese\)"),
+        ("text,label\nпривет,да\n".encode("cp1251"), r"line 2: .* not valid UTF-8 .*for example cp1251"),
         (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* mixes encodings: 3 non-ASCII characters .* 1 is not"),
-        ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: found 1 NUL character"),
+        ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: the text contains 1 NUL character"),
         (gzip.compress(PLAIN.encode(), mtime=0)[:60], r"is a damaged gzip file"),
         (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),
-        (b"PAR1....", r"is a Parquet file\. Convert it"),
+        (b"PAR1....", r"is a Parquet file\. Convert the file"),
         (b"version https://git-lfs.github.com/spec/v1\n", r"is a Git LFS pointer"),
-        (b"\n<!DOCTYPE html><html></html>", r"is a web page, not a file of rows"),
-        (PLAIN.replace("text,label", "TEXT,LABEL").encode(), r"no column 'text'.* Did you mean 'TEXT'\?"),
+        (b"\n<!DOCTYPE html><html></html>", r"is a web page instead of a file of rows"),
+        (PLAIN.replace("text,label", "TEXT,LABEL").encode(), r"the column 'text'.* Did you mean 'TEXT'\?"),
     ],
 )  # fmt: skip
 def test_files_that_are_not_utf8_are_refused_with_a_guess(tmp_path: Path, content: bytes, message: str) -> None:
@@ -159,7 +159,7 @@ def all_texts(data: Any) -> list[tuple[str, ...]]:
 def test_a_wrong_encoding_is_noted_or_refused(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": ACCENTS})
     assert "is valid UTF-8, but is read as latin-1" in printed(open_set(tmp_path, encoding="latin-1"))
-    with pytest.raises(UserError, match=r"line 22: invalid ascii .* Set data\.text\.encoding to"):
+    with pytest.raises(UserError, match=r"line 22: the text is not valid ascii .* Set data\.text\.encoding to"):
         open_set(tmp_path, encoding="ascii")
     for name in ("utf-81", "base64", "rot13"):
         with pytest.raises(SettingError, match=r"data\.text\.encoding must be a Python encoding"):
@@ -169,11 +169,11 @@ def test_a_wrong_encoding_is_noted_or_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (json_lines([{"text": "a", "label": ["x"]}]), r"line 1: 'label' is a list, not a text"),
+        (json_lines([{"text": "a", "label": ["x"]}]), r"line 1: 'label' is a list instead of a text"),
         (json_lines([{"text": "a", "label": "x"}, {"text": {"b": 1}, "label": "x"}]), r"line 2: 'text' is an object"),
         ('{"text": "a", "text": "b", "label": 1}\n', r"line 1: a key occurs twice"),
-        (json.dumps([{"text": "a", "label": 1}], indent=1), r"line 1: invalid JSON .*one object per line"),
-        (json_lines([{"text": "a", "kind": 1}]), r"no column 'label' .* Columns: text, kind"),
+        (json.dumps([{"text": "a", "label": 1}], indent=1), r"line 1: .* is not valid JSON .*one object per line"),
+        (json_lines([{"text": "a", "kind": 1}]), r"the column 'label' .* The columns are text, kind"),
     ],
 )
 def test_json_that_is_no_row_is_refused_with_its_line(tmp_path: Path, text: str, message: str) -> None:
@@ -201,5 +201,5 @@ def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeyp
         raise MemoryError
 
     monkeypatch.setattr(Path, "read_bytes", no_memory)
-    with pytest.raises(UserError, match=r"huge\.csv does not fit into memory\. Split it into several files\."):
+    with pytest.raises(UserError, match=r"huge\.csv does not fit into memory\. Split the file into several files\."):
         read_text(tmp_path / "huge.csv", None)

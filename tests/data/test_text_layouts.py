@@ -42,7 +42,7 @@ def test_numbered_parts_are_joined_in_order(tmp_path: Path) -> None:
     assert data._parts["train"].texts == [(row["text"],) for row in rows]
     assert "2 files train-… are concatenated in order." in printed(data)
     (tmp_path / "train-00000-of-00002.jsonl").unlink()
-    with pytest.raises(UserError, match=r"1 of 2 parts of train; number 0 is missing\..*data\.splits="):
+    with pytest.raises(UserError, match=r"1 of 2 parts of train\. Part 0 is missing\..*data\.splits="):
         open_set(tmp_path)
 
 
@@ -70,27 +70,27 @@ def test_the_setting_names_files_and_folders(tmp_path: Path) -> None:
          r"a\.csv \(20 rows\), b\.csv \(6 rows\).*'data\.splits=\{train: a\.csv, test: b\.csv\}'.*train: \[a\.csv, b"),
         ({"train.csv": TRAIN, "train/fruit/1.txt": "a"}, r"all denote the train split.*data\.splits="),
         ({"train.csv": TRAIN, "dev.csv": TEST, "eval.csv": TEST}, r"all denote the val split.*val: \[dev\.csv, eval"),
-        ({"test.csv": TEST, "reviews.csv": TRAIN}, r"texts. Found: test\.csv\..*train: reviews\.csv, test: t"),
+        ({"test.csv": TEST, "reviews.csv": TRAIN}, r"test\.csv, but no training texts\..*train: reviews\.csv, test: t"),
         ({"test.csv": TEST}, r"no training texts.*'data\.splits=\{train: test\.csv\}'"),
         ({"train.csv": TRAIN, "validation_matched.csv": TEST},
          r"validation_matched\.csv may denote a val split.*val: validation_matched\.csv\}'.*\{train: train\.csv\}'"),
-        ({"data.csv": TRAIN, **class_files()}, r"data\.csv, and folders of \.txt files.*train: data\.csv.*n: \."),
-        (class_files("2019") | class_files("2020"), r"2020 contain the same folders: fruit, metal.*train: \[.*2019"),
+        ({"data.csv": TRAIN, **class_files()}, r"data\.csv and folders of \.txt files.*train: data\.csv.*n: \."),
+        (class_files("2019") | class_files("2020"), r"2020 contain the same subfolders: fruit, metal.*train: \[.*2019"),
         (class_files("train", "a") | class_files("train", "b") | class_files("test"),
-         r"b contain the same folders.*train: \[\"?train/a\"?, \"?train/b\"?\], test: test.*train: train, test: test"),
+         r"b contain the same sub.*train: \[\"?train/a\"?, \"?train/b\"?\], test: test.*train: train, test: test"),
         (class_files() | class_files("more", classes=("stone", "wood")), r"depths: directly in fruit, metal, and in"),
-        (class_files("en", "train") | class_files("de", "train"), r"their own splits.*data\.root=.*/de\."),
-        ({"x/train.csv": TRAIN, "x/test.csv": TEST}, r"single folder x, with test\.csv, train\.csv\. Pass data\.root="),
-        ({"x/train.csv": TRAIN, "docs/readme.md": "a"}, r"are in x: train\.csv\. Pass data\.root=.*/x\."),
-        (class_files("x", "train") | class_files("x", "test"), r"folder x, with test, train\. Pass data\.root=.*/x"),
+        (class_files("en", "train") | class_files("de", "train"), r"separate splits.*data\.root=.*/de\."),
+        ({"x/train.csv": TRAIN, "x/test.csv": TEST}, r"is x, which contains test\.csv, train\.csv\. Set data\.root="),
+        ({"x/train.csv": TRAIN, "docs/readme.md": "a"}, r"are in the folder x: train\.csv\. Set data\.root=.*/x\."),
+        (class_files("x", "train") | class_files("x", "test"), r"x, which contains test, train\. Set data\.root=.*/x"),
         (class_files("train", "train") | class_files("test", "test"),
          r"only folder, train.*'data\.splits=\{train: \"?train/train\"?, test: \"?test/test\"?\}'"),
-        ({"train/1.txt": "a", "train/2.txt": "b", "test/3.txt": "c"}, r"2 \.txt files but no class folders"),
+        ({"train/1.txt": "a", "train/2.txt": "b", "test/3.txt": "c"}, r"2 \.txt files, but no class folders"),
         (class_files() | {"stone/a.pdf": "x"}, r"folders without \.txt files: stone\."),
         ({"train.txt": "__label__a x"}, r"no texts in class folders. Found: train\.txt"),
         ({"train.parquet": b"PAR1"}, r"Found: train\.parquet\..* a file of rows \(\.csv, \.tsv or \.jsonl\)"),
-        ({"train.csv": TRAIN, "test.csv": "text\na\n"}, r"test\.csv: no column 'label'.*splits=\{train: train\.csv"),
-        ({"train.csv": TRAIN, "test.csv": ""}, r"test\.csv has no rows"),
+        ({"train.csv": TRAIN, "test.csv": "text\na\n"}, r"test\.csv: the column 'label'.*splits=\{train: train\.csv"),
+        ({"train.csv": TRAIN, "test.csv": ""}, r"test\.csv contains no rows"),
         ({"train/a.csv": TRAIN, "train/b.csv": TRAIN}, r"several files: a\.csv, b\.csv.*data\.splits="),
     ],
 )  # fmt: skip
@@ -125,14 +125,14 @@ def test_files_without_extension_are_texts_and_inner_folders_belong_to_their_cla
     files = class_files("rec", classes=["autos"]) | class_files("sci", classes=["space"])
     data = open_set(write_all(tmp_path / "tree", files))
     assert data.class_names == ["rec", "sci"]
-    assert "Texts in their subfolders, such as autos, belong to these classes" in printed(data)
+    assert "Texts in subfolders of the class folders (for example, autos) belong to these classes" in printed(data)
     data = open_set(write_all(tmp_path / "mixed", class_files() | {"fruit/sour/1.txt": "lemon"}))
-    assert "Texts in subfolders of fruit, such as sour, belong to the class of the outer folder" in printed(data)
+    assert "Texts in subfolders of fruit (for example, sour) belong to the class of the outer folder" in printed(data)
 
 
 def test_a_test_file_next_to_the_file_that_is_read_is_noted(tmp_path: Path) -> None:
     write_all(tmp_path, {"train.csv": TRAIN, "test.csv": TEST})
-    assert f"Not used: test.csv (next to train.csv). To use all files, pass data.root={tmp_path}." in printed(
+    assert f"Files next to train.csv are not used: test.csv. To use all files, set data.root={tmp_path}." in printed(
         open_set(tmp_path / "train.csv")
     )
 
@@ -150,7 +150,7 @@ def test_links_that_lead_nowhere_are_left_out_and_pipes_are_refused(tmp_path: Pa
 
 def test_folders_named_like_parts_of_a_data_set_are_no_classes_without_a_setting(tmp_path: Path) -> None:
     root = write_all(tmp_path, class_files(classes=("trainA", "testB"), count=4))
-    with pytest.raises(UserError, match=r"has the folders testB, trainA, which look like parts of a data set") as error:
+    with pytest.raises(UserError, match=r"the folders testB, trainA. These folders look like parts of a data") as error:
         open_set(root)
     assert "'data.splits={train: .}'" in str(error.value)
     assert open_set(root, splits={"train": "."}).class_names == ["testB", "trainA"]

@@ -67,7 +67,7 @@ def test_every_form_holds_the_same_texts(tmp_path: Path, form: str) -> None:
     assert rows_of(listing) == sorted(ROWS)
     assert listing.test is not None
     assert len(listing.test) == 4, "a fifth of every class"
-    assert listing.notes[0] == "4 of 20 texts are held out for testing, the same for every seed."
+    assert listing.notes[0] == "4 of 20 texts are held out for testing. The held-out texts are the same for every seed."
     assert len(listing.notes) == (2 if form == "tsv" else 1), "in .tsv quotes are part of a text, which is noted"
     assert listing.origins["test"] == f"held out of {'class folders' if form == 'folders' else root.name}"
     assert class_count(settings(root)) == 2
@@ -167,18 +167,18 @@ def test_any_change_changes_the_digest(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "text,class\nx,y\n", r"a\.csv: no column 'label' \(data\.text\.label\)\. Columns: text, class"),
-        ("a.csv", "texts,label\nx,y\n", r"no column 'text' \(data\.text\.columns\).* Did you mean 'texts'\?"),
+        ("a.csv", "text,class\nx,y\n", r"a\.csv: the column 'label' \(data\.text\.label\) .* are text, class"),
+        ("a.csv", "texts,label\nx,y\n", r"the column 'text' \(data\.text\.columns\).* Did you mean 'texts'\?"),
         ("a.csv", "text,label\nx,y,z\n", r"line 2: 3 cells for 2 columns"),
         ("a.csv", "text,label\nx\n", r"line 2: 1 cell for 2 columns"),
-        ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: not readable as a table .* quotes in it must be doubled"),
-        ("a.csv", "text,label,label\nx,y,y\n", r"has two columns 'label'\. Rename one"),
-        ("a.jsonl", "[" * 100_000, r"line 1: invalid JSON"),
-        ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"has no usable text for train: .*line 1: not valid Unicode"),
-        ("a.csv", "text,label\n", r"has no rows"),
-        ("a.csv", "", r"has no rows"),
+        ("a.csv", 'text,label\na,b\n"x,y\n', r"line 3: the table cannot be read .* Quotes inside such a cell must"),
+        ("a.csv", "text,label,label\nx,y,y\n", r"contains two columns 'label'\. Rename one"),
+        ("a.jsonl", "[" * 100_000, r"line 1: the line is not valid JSON"),
+        ("a.jsonl", '{"text": "a\\ud800", "label": 1}', r"no usable text for the train .*line 1: not valid Unicode"),
+        ("a.csv", "text,label\n", r"contains no rows"),
+        ("a.csv", "", r"contains no rows"),
         ("a.csv", "text,label\nx,one\ny,one\n", r"contains only one class, 'one'"),
-        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: invalid JSON"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": ', r"line 2: the line is not valid JSON"),
         ("a.jsonl", "[1]\n", r"each line must be an object"),
         ("a.xml", "x", r"must be one of \.csv \.tsv \.jsonl"),
     ],
@@ -189,10 +189,10 @@ def test_mistakes_in_files_are_named_with_their_line(tmp_path: Path, name: str, 
 
 
 def test_mistakes_in_folders(tmp_path: Path) -> None:
-    assert "no such file or folder" in str(missing_data(settings(tmp_path / "none")))
+    assert "the file or folder does not exist" in str(missing_data(settings(tmp_path / "none")))
     empty = tmp_path / "empty"
     empty.mkdir()
-    with pytest.raises(UserError, match="has no texts"):
+    with pytest.raises(UserError, match="contains no texts"):
         read_texts(empty, PLAIN)
     both = tmp_path / "both"
     write_texts(write(both / "train.csv", ""), 4)
@@ -200,7 +200,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.csv, train\.jsonl all denote the train split"):
         read_texts(both, PLAIN)
     write_texts(write(tmp_path / "only" / "test.csv", ""), 4)
-    with pytest.raises(UserError, match="has no training texts"):
+    with pytest.raises(UserError, match="but no training texts"):
         read_texts(tmp_path / "only", PLAIN)
     other = tmp_path / "other"
     write_texts(write(other / "train.csv", ""), 4)
@@ -219,7 +219,7 @@ def test_mistakes_in_folders(tmp_path: Path) -> None:
 def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "a.csv"
     file.write_bytes("text,label\nKäse,a\n".encode("latin-1"))
-    with pytest.raises(UserError, match=r"a\.csv, line 2: invalid UTF-8 \(byte 0xe4\)"):
+    with pytest.raises(UserError, match=r"a\.csv, line 2: the text is not valid UTF-8 \(byte 0xe4\)"):
         read_texts(file, PLAIN)
     file.write_bytes("\ufefftext,label\nKäse,a\nBrot,b\nQuark,a\nBrötchen,b\n".encode())
     assert read_texts(file, PLAIN).class_names == ["a", "b"]
@@ -254,7 +254,7 @@ def test_an_incomplete_rte_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"train\.tsv has 2,000 rows instead of 2,490"):
         read_data(config)
     (tmp_path / "RTE" / "dev.tsv").unlink()
-    assert "lacks dev.tsv" in str(missing_data(config))
+    assert "does not contain dev.tsv" in str(missing_data(config))
     nowhere = settings(tmp_path / "none", name="rte", download=False)
     message = str(missing_data(nowhere))
     assert TEXT_SETS["rte"].archives[0].url is not None

@@ -66,7 +66,7 @@ def test_a_method_takes_little_memory(found: dict[str, Any]) -> None:
 )
 def test_a_missing_library_is_named_with_what_to_install(library: str, install: str, found: dict[str, Any]) -> None:
     message = found["messages"][library]
-    assert message.startswith(f"efficient_ft.integrations.{library} needs the package")
+    assert message.startswith(f"efficient_ft.integrations.{library} requires the package")
     assert install in message
 
 

@@ -301,7 +301,7 @@ def test_the_module_itself() -> None:
     [
         ("model", r"^network must be a module of Module: one of net, got 'model'\. Pass"),
         ("net.model", r"^network must be a module of Holder \(net\): one of net\.net, got 'net\.model'"),
-        ("later", r"It is not a module when .* build the network in __init__"),
+        ("later", r"The attribute is not a module when .* Build the network in __init__"),
         ("net.net.head.weight", r"of Linear \(net\.net\.head\): it has none, got"),
     ],
 )
@@ -342,7 +342,7 @@ def test_manual_optimization_is_refused_where_it_would_lose_a_loss() -> None:
             self.manual_backward(super().training_step(batch, batch_idx))
             optimizer.step()
 
-    with pytest.raises(UserError, match=r"^method moe adds a loss, which manual optimization would lose"):
+    with pytest.raises(UserError, match=r"^method moe adds a loss, which manual optimization does not support"):
         fitted(METHODS["moe"](), Manual())
     module = fitted(METHODS["bsr"](), Manual())
     assert_same_weights(trained_by_hand(METHODS["bsr"](), 1, 1), module.net)

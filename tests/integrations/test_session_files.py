@@ -125,7 +125,7 @@ def test_all_weights_with_added_modules_are_loaded_after_applying(tmp_path: Path
     session.save(file, whole=True)
     other = model_of("mobilenet")
     loaded = MethodSession(other, SAVED["repnet"][1]())
-    with pytest.raises(UserError, match=r"does not fit MobileNetV3|does not fit EfficientNet.*after it\."):
+    with pytest.raises(UserError, match=r"does not fit MobileNetV3|does not fit EfficientNet.*after the methods"):
         loaded.load(file)
     loaded.apply().load(file)
     assert_same_weights(session.model, other)
@@ -137,10 +137,10 @@ def test_all_weights_with_added_modules_are_loaded_after_applying(tmp_path: Path
         ([LoRA(rank=4)], None, r"was saved with other methods or settings: lora\[.*This session has lora\["),
         ([Full()], None, "was saved with other methods or settings"),
         ([LoRA(rank=2), BackRazor()], None, "was saved with other methods or settings"),
-        ([LoRA(rank=2)], "weights", "whose frozen weights differ from this model's"),
+        ([LoRA(rank=2)], "weights", "whose frozen weights differ from those of this model"),
         ([LoRA(rank=2)], "dtype", "the same pretrained weights and dtype"),
         ([LoRA(rank=2)], "classes", r"head\.bias has the shape \(5,\) in the file and \(7,\) in the model"),
-        ([LoRA(rank=2)], "frozen", r"the model does not expect head\.bias \(1 in total\)"),
+        ([LoRA(rank=2)], "frozen", r"the model has no tensor head\.bias \(1 in total\)"),
     ],
 )
 def test_a_file_of_another_session_is_rejected(methods: Any, change: str | None, text: str, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_file_of_another_session_is_rejected(methods: Any, change: str | None,
 
 def test_files_that_cannot_be_read_or_written(tmp_path: Path) -> None:
     session = MethodSession(model_of("vit"), BitFit()).apply()
-    with pytest.raises(UserError, match=r"no such file\. Pass a file written by session\.save"):
+    with pytest.raises(UserError, match=r"does not exist\. Pass a file written by session\.save"):
         session.load(tmp_path / "none.safetensors")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"not tensors")
@@ -198,16 +198,16 @@ def tensor(values: Any, dtype: Any) -> Callable[[dict[str, Any]], None]:
     [
         ("{", "malformed metadata"),
         ("", "malformed metadata"),
-        ("[1]", "it must be an object, got list"),
-        ("null", "it must be an object, got NoneType"),
+        ("[1]", "it must be a JSON object, got list"),
+        ("null", "it must be a JSON object, got NoneType"),
         ("[" * 200_000, "nested too deeply"),
         ('{"methods": [], "other_weights": "", "state": {"a": {"b": ' + "[" * 3000 + "]" * 3000 + "}}}", "too deeply"),
         (lambda about: about.pop("methods"), "it lacks methods"),
         (lambda about: about.pop("state"), "it lacks state"),
         (lambda about: about.update(methods="top_layers"), "methods must be a list of strings"),
         (lambda about: about.update(methods=[1]), "methods must be a list of strings"),
-        (lambda about: about.update(state=[]), "state must be an object of objects"),
-        (lambda about: about.update(state=dict.fromkeys(about["methods"], 3)), "state must be an object of objects"),
+        (lambda about: about.update(state=[]), "state must be a JSON object"),
+        (lambda about: about.update(state=dict.fromkeys(about["methods"], 3)), "state must be a JSON object"),
         (lambda about: about.update(other_weights=None), "other_weights must be a string"),
         (tensor([1.0], "load"), "a tensor has the unknown dtype 'load'"),
         (tensor([1.0], ["float32"]), "a tensor has the unknown dtype"),
@@ -228,7 +228,7 @@ def test_a_file_with_malformed_metadata_changes_nothing(metadata: Any, text: str
     before, states = copy.deepcopy(session.model.state_dict()), copy.deepcopy(states_of(session.methods))
     with pytest.raises(UserError, match=text) as raised:
         session.load(file)
-    assert str(raised.value).startswith(f"{file} has malformed metadata: ")
+    assert str(raised.value).startswith(f"The file {file} has malformed metadata: ")
     assert all(torch.equal(before[n], t) for n, t in session.model.state_dict().items())
     assert states_of(session.methods) == states
 

@@ -40,7 +40,7 @@ def test_a_step_that_has_not_begun_cannot_end() -> None:
     session = MethodSession(model_of("vit"), LISA(1)).apply()
     for _ in range(2):
         with pytest.raises(
-            UserError, match=r"end_step\(\) was called, and no step has begun\. Call session\.begin_step"
+            UserError, match=r"end_step\(\) was called, but no step has begun\. Call session\.begin_step"
         ):
             session.end_step()
         session.begin_step(0)
@@ -67,9 +67,9 @@ def test_numbers_of_steps_that_repeat_are_rejected() -> None:
         for number in (5, 6, 9):  # A resumed run may start at any number.
             block(session, optimizer, number)
         for number in (0, 8, 9):
-            with pytest.raises(UserError, match=rf"^Step {number} follows step 9 .*number the steps over all epochs"):
+            with pytest.raises(UserError, match=rf"^Step {number} follows step 9 .*Number the steps across all epochs"):
                 block(session, optimizer, number)
-            with pytest.raises(UserError, match="number the steps over all epochs"):
+            with pytest.raises(UserError, match="Number the steps across all epochs"):
                 session.begin_step(number)
             assert session.current_step is None
             assert all(p.requires_grad for p in session.parameters())
@@ -102,7 +102,7 @@ def test_a_step_that_failed_may_be_repeated() -> None:
         with pytest.raises(ZeroDivisionError), session.step(0):
             raise ZeroDivisionError
         step_without_loss(session, optimizer, 0)
-        with pytest.raises(UserError, match="number the steps over all epochs"):
+        with pytest.raises(UserError, match="Number the steps across all epochs"):
             step_without_loss(session, optimizer, 0)
 
 
@@ -111,7 +111,7 @@ def test_a_second_step_of_the_optimizer_in_one_block_is_named() -> None:
     (x, y), *_ = batches_of("vit", 1)
     with MethodSession(model, LISA(1)) as session:
         optimizer = sgd_of(session)
-        text = r"after the end of step 3, and method lisa acts per step\. The step has already ended"
+        text = r"after the end of step 3, but method lisa acts per step\. The step ended"
 
         def twice() -> None:
             with session.step(3):
@@ -136,13 +136,13 @@ def test_steps_and_losses_at_the_wrong_place() -> None:
     with MethodSession(model, STACKS["bsr_moe"]()) as session:
         with pytest.raises(UserError, match="Step 1 began inside step 0"), session.step(0), session.step(1):
             pass
-        with pytest.raises(UserError, match=r"loss\(\) was called outside of a step, and method bsr_moe adds a loss"):
+        with pytest.raises(UserError, match=r"loss\(\) was called outside of a step, but method bsr_moe adds a loss"):
             session.loss(torch.zeros(()))
         with pytest.raises(UserError, match=r"save\(\) was called inside step 2"), session.step(2):
             session.save("x")
         with pytest.raises(SettingError, match=r"^step must be an integer >= 0, got '1'"), session.step("1"):  # type: ignore[arg-type]
             pass
-        with pytest.raises(UserError, match=r"adds a loss, and session\.loss\(\) was not called in step 3"):
+        with pytest.raises(UserError, match=r"adds a loss, but session\.loss\(\) was not called in step 3"):
             step_without_loss(session, sgd_of(session), 3)
     with pytest.raises(UserError, match="outside of the session"), session.step(4):
         pass
@@ -205,5 +205,5 @@ def test_an_optimizer_without_the_added_parameters_is_rejected_after_one_step() 
     model = model_of("vit")
     optimizer = sgd(model)
     session = MethodSession(model, LoRA(rank=2)).apply()
-    with pytest.raises(UserError, match="trainable parameters are in no optimizer"):
+    with pytest.raises(UserError, match="trainable parameters are not in any optimizer"):
         step_without_loss(session, optimizer, 0)

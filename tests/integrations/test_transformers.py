@@ -108,7 +108,7 @@ def test_methods_of_another_callback_are_reported(tmp_path: Path, caplog: pytest
     trainer = trainer_of([Mesa()], tmp_path, model)
     with caplog.at_level("WARNING"):
         trainer.train()
-    assert "runs no steps of method lisa" in caplog.text
+    assert "does not run the steps of method lisa" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------------ training
@@ -197,7 +197,7 @@ def test_the_state_of_any_method_comes_back_from_json() -> None:
     assert (back["a"], back["e"]) == (state["a"], state["e"])
     assert encode({"t": (1, 2)}) == {"t": [1, 2]}
     for odd in ({1: 2}, {"a": {1, 2}}, object()):
-        with pytest.raises(UserError, match=r"^The state of a method must be tensors, numbers"):
+        with pytest.raises(UserError, match=r"^The state of a method must consist of tensors, numbers"):
             encode(odd)
     swat, model = SWAT(sparsity=0.5), model_of("vit")
     swat.apply(model)
@@ -348,7 +348,7 @@ def test_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     late = Trainer(wrapped(), arguments(tmp_path), train_dataset=images_of(1))
     late.add_callback(MethodCallback(Full()))
-    with pytest.raises(UserError, match=r"added after the Trainer was built\. Pass it in Trainer\(callbacks="):
+    with pytest.raises(UserError, match=r"after the Trainer was created\. Pass the callback in Trainer\(callbacks="):
         late.train()
 
     again = Trainer(
@@ -370,7 +370,7 @@ def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
         if refused:
             with pytest.raises(
                 UserError,
-                match=r"^16 of 18 trainable parameters are in no optimizer .* created before the methods",
+                match=r"^16 of 18 trainable parameters are not in any optimizer .* created before the methods",
             ):
                 Trainer(model, arguments(tmp_path), **build)  # type: ignore[arg-type]
         else:

@@ -99,7 +99,7 @@ def _tinytl(initial: Callable[[nn.Module], nn.Module] = lambda model: model, **s
         why_no_off="a module of no width does not exist",
         instead=Instead.SAME_OUTPUT,
         models=("mobilenet",),
-        refused={name: "no inverted residual blocks" for name in MODELS if name != "mobilenet"},
+        refused={name: "timm's class InvertedResidual" for name in MODELS if name != "mobilenet"},
         initial_model=initial,
         on_reference=references.tinytl,
     )
@@ -112,7 +112,7 @@ def _side(**settings: Any) -> Row:
         why_no_off="a network without side modules is the head alone",
         instead=Instead.SAME_OUTPUT,
         models=("vit", "resnet", "mobilenet"),
-        refused=dict.fromkeys(("efficientformer", "swinv2"), "no blocks that side modules support"),
+        refused=dict.fromkeys(("efficientformer", "swinv2"), "side modules support only the blocks of"),
         on_reference=references.repnet,
     )
 
@@ -192,7 +192,7 @@ def _merging(**settings: Any) -> Row:
         off={"r": 0},
         shortcuts=((_MergingForward, "_acts", _always),),
         models=("vit",),
-        refused=dict.fromkeys(("efficientformer", "resnet", "mobilenet", "swinv2"), "not on one grid"),
+        refused=dict.fromkeys(("efficientformer", "resnet", "mobilenet", "swinv2"), "not share one token grid"),
         own_evaluation="tokens are merged there too",
         on_reference=references.tome,
     )
@@ -298,7 +298,7 @@ ROWS = {
         METHODS["patch_dropout"],
         off={"keep_rate": 1.0},
         models=("vit",),
-        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not on one grid"),
+        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not share one token grid"),
         on_reference=references.patch_dropout,
         random="patches are drawn for each image, as dropout draws",
     ),

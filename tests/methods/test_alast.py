@@ -322,9 +322,9 @@ def test_what_is_refused_is_left_as_it_was() -> None:
         (behind, r"ResPostBlock\) do not have the structure"),
         (
             dropping,
-            "evit has been applied to this VisionTransformer already, and both drop or merge tokens",
+            "evit has already been applied to this VisionTransformer, and both methods drop or merge tokens",
         ),
-        (adapted, "lora has been applied .* but must come after alast"),
+        (adapted, "lora has already been applied .* but must be applied after alast"),
         (model_of("resnet"), "no class token"),
     ]
     for model, message in cases:
@@ -334,7 +334,7 @@ def test_what_is_refused_is_left_as_it_was() -> None:
             ALaST(1, train_embeddings=False).apply(model)
         assert {n: p.requires_grad for n, p in model.named_parameters()} == trains
         assert [forwards_of(m) for m in model.modules()] == given
-    with pytest.raises(UserError, match="must come after bsr"):
+    with pytest.raises(UserError, match="must be applied after bsr"):
         BSR([1], [1]).apply(adapted)
     assert not any(forwards_of(m) for m in adapted.modules())
 

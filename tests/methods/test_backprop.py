@@ -317,7 +317,7 @@ def test_images_of_another_size_than_the_model_was_built_for_are_named():
 
 
 def test_a_model_with_nothing_to_project_is_refused():
-    with pytest.raises(UserError, match="lbp_wht: no part of ResNet can be changed"):
+    with pytest.raises(UserError, match="lbp_wht: no part of the model ResNet can be changed"):
         LBPWHT().apply(timm.create_model("resnet18", num_classes=2))
 
 

@@ -122,9 +122,9 @@ def test_selections_that_contradict_each_other_are_refused() -> None:
         ({"low_rank": {"scale": "x"}}, "method.low_rank.scale", "a number or null"),
         ({"low_rank": {"select": "lst_stage"}}, "method.low_rank.select", "Did you mean 'last_stage'?"),
         ({"low_rank": {"select": "blocks"}}, "method.low_rank.select", "all, keep, last_stage"),
-        ({"full": {"select": "all"}}, "method.full.select", "method.full has none"),
-        ({"blocks": {}}, "method.blocks.blocks", "It has no default"),
-        ({"blocks": {"blocks": "???"}}, "method.blocks.blocks", "It has no default"),
+        ({"full": {"select": "all"}}, "method.full.select", "method.full has no settings"),
+        ({"blocks": {}}, "method.blocks.blocks", "The setting has no default"),
+        ({"blocks": {"blocks": "???"}}, "method.blocks.blocks", "The setting has no default"),
     ],
 )
 def test_settings_of_a_method_are_checked_against_its_constructor(methods: Any, setting: str, said: str) -> None:
@@ -154,7 +154,7 @@ def test_the_schema_describes_a_type_that_yaml_cannot_express() -> None:
     class Odd(Adapter):
         def __init__(self, hook: type | None = None) -> None: ...
 
-    with pytest.raises(SettingError, match=r"method.odd.x=1: there is no such setting; method.odd has hook."):
+    with pytest.raises(SettingError, match=r"method.odd.x=1: there is no such setting. method.odd has hook."):
         build._build(Odd, "odd", {"x": 1})
 
 

@@ -215,7 +215,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
         method.step_end()
     assert method.warmup_steps == 0
     assert chosen(method).forms == {}
-    assert "all tensors have 3 bits, groups of 64" in method.applied.details()
+    assert "all tensors use 3 bits and groups of 64 values" in method.applied.details()
     gradients(model, "vit")
 
 
@@ -278,7 +278,7 @@ def test_it_is_chosen_within_a_stack_and_in_a_compiled_model() -> None:
     [
         ({"bits": 5}, "bits must be one of 8, 4, 3, 2, auto, got 5."),
         ({"bits": 4, "budget": 4.0}, "budget must be null with bits=4, got 4.0."),
-        ({"bits": "auto", "budget": 2.0}, "per value, with minimum and step, from 2.125 to 8.5, got 2.0."),
+        ({"bits": "auto", "budget": 2.0}, "per value from 2.125 to 8.5, including minimum and step, got 2.0."),
         ({"bits": "auto", "budget": 2.4, "group": 64}, "from 2.5 to 8.5, got 2.4."),
         ({"bits": "auto", "budget": 32}, "from 2.125 to 8.5, got 32."),
         ({"bits": "auto", "budget": "4MB"}, "budget must be null or a number of bits per value"),

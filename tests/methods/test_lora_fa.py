@@ -273,7 +273,7 @@ def test_with_dropped_tokens_and_patches_it_learns() -> None:
 
 
 def test_lora_and_lora_fa_are_refused_together() -> None:
-    with pytest.raises(UserError, match="lora and lora_fa both add modules to the model; name one of them"):
+    with pytest.raises(UserError, match=r"lora and lora_fa both add modules to the model\. Name only one of"):
         check_stack([LoRA(), LoRAFA()])
 
 

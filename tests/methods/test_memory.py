@@ -188,7 +188,7 @@ def test_what_changes_the_forward_pass_is_refused_with_low_rank_backward() -> No
     LBPWHT(order=3).apply(model)
     before = [module.__dict__.get("forward") for module in model.modules()]
     for method, why in ((BackRazor(prune="both"), "prune=both: low-rank layers"), (SWAT(), "low-rank layers")):
-        with pytest.raises(UserError, match=f"method {method.name}: lbp_wht .* cannot be stacked: {why}"):
+        with pytest.raises(UserError, match=f"method {method.name}: lbp_wht .* cannot be combined: {why}"):
             method.apply(model)
     assert [module.__dict__.get("forward") for module in model.modules()] == before
     assert BackRazor().apply(model).touched

@@ -309,7 +309,7 @@ def test_every_task_has_routers_and_a_classifier(kind: type[MoE] | type[BSRMoE])
 def test_a_network_of_one_task_has_no_other() -> None:
     _, method = with_experts()
     assert method.task is None
-    with pytest.raises(UserError, match=r"moe: the network has one task. .*give_heads"):
+    with pytest.raises(UserError, match=r"moe: the network has only one task. .*give_heads"):
         method.task = "pets"
 
 
@@ -459,7 +459,7 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     for other in (MoE(3, 2, [2]), LoRA(rank=2), BSRMoE(3, 2, [2], drop_at=[1])):
         with pytest.raises(UserError, match=rf"{other.name}: moe has been applied .* both add modules"):
             other.apply(model)
-    for applied, said in ((LoRA(rank=2), "lora .* both add modules"), (LBPWHT(order=2), "must come after moe")):
+    for applied, said in ((LoRA(rank=2), "both methods add modules"), (LBPWHT(order=2), "must be applied after moe")):
         changed = model_of("vit")
         applied.apply(changed)
         with pytest.raises(UserError, match=said):

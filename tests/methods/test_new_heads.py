@@ -224,7 +224,7 @@ def test_the_user_names_the_classifier() -> None:
     assert [n for n, p in plain.named_parameters() if p.requires_grad] == ["out.weight", "out.bias"]
 
     bare = _vit()
-    with pytest.raises(UserError, match=r"has no classifier to train; .*classifier='NAME'"):
+    with pytest.raises(UserError, match=r"has no classifier that can be trained\. .*classifier='NAME'"):
         HeadOnly().apply(bare)
     with pytest.raises(SettingError, match=r"classifier must be a module of VisionTransformer: .*norm.*, got 'haed'"):
         HeadOnly().apply(bare, classifier="haed")

@@ -201,7 +201,7 @@ def test_gradients_of_networks_of_positions_are_near_the_exact_ones(name: str) -
         net = copy.deepcopy(model)
         report = method.apply(net)
         assert relative_error(exact, found(net), part) < (0.1 if method.name != "compact" else 1e-6), method
-        assert (method.name == "low_bit" and method.bits == 4) == any("8 bits for q, k, v" in n for n in report.notes)
+        assert (method.name == "low_bit" and method.bits == 4) == any("saved in 8 bits" in n for n in report.notes)
 
 
 # ------------------------------------------------------------------------------------------------ rejected models

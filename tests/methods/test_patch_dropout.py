@@ -269,7 +269,7 @@ def test_a_rate_that_leaves_out_nothing_is_refused() -> None:
 
 def test_a_model_that_drops_patches_already_is_refused() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, patch_drop_rate=0.5)
-    with pytest.raises(UserError, match=r"has its own patch dropout\. Create it with patch_drop_rate=0"):
+    with pytest.raises(UserError, match=r"already drops patches\. Create the model with patch_drop_rate=0"):
         PatchDropout().apply(model)
 
 
@@ -295,7 +295,7 @@ def test_positions_inside_the_blocks_are_refused(architecture: str, message: str
 def test_side_modules_and_a_second_one_are_refused() -> None:
     model = model_of("vit")
     RepNet([1]).apply(model)
-    with pytest.raises(UserError, match="has a module that repnet added to it"):
+    with pytest.raises(UserError, match="has a module that was added by repnet"):
         PatchDropout().apply(model)
     with pytest.raises(UserError, match="both select the patches that enter the blocks"):
         check_stack([PatchDropout(), PatchDropout(0.7)])

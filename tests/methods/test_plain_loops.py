@@ -51,7 +51,7 @@ def warned(run: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         run()
-    return [str(w.message) for w in found if "acts per step" in str(w.message)]
+    return [str(w.message) for w in found if "must be called in each step" in str(w.message)]
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
@@ -91,7 +91,7 @@ def test_a_loop_that_never_begins_a_step_is_warned_once_at_its_second_backward_p
     method.apply(model)
     assert warned(lambda: backward(model)) == []
     (text,) = warned(lambda: backward(model))
-    assert text.startswith(f"method {method.name} acts per step, but a backward pass ran without a call of step_begin")
+    assert text.startswith(f"method {method.name} must be called in each step, but a backward pass ran before step_b")
     assert "MethodSession" in text
     assert warned(lambda: backward(model)) == []
 
@@ -180,7 +180,7 @@ def test_an_optimizer_built_before_the_methods_is_rejected() -> None:
     model = model_of("vit")
     optimizer = torch.optim.AdamW(model.parameters())
     apply_methods(model, [LoRA(2)])
-    with pytest.raises(UserError, match=r"16 of 18 trainable parameters are in no optimizer \(blocks\.0.*, …\)"):
+    with pytest.raises(UserError, match=r"16 of 18 trainable parameters are not in any optimizer \(blocks\.0.*, …\)"):
         check_optimizer(model, optimizer)
     check_optimizer(model, torch.optim.AdamW(trained(model)))
     check_optimizer(model, [optimizer, torch.optim.SGD(trained(model))])
@@ -196,7 +196,7 @@ def test_an_optimizer_built_within_a_step_is_rejected(make: Any, within: bool) -
     optimizer = torch.optim.AdamW(trained(model))
     if not within:
         method.step_end()
-    with pytest.raises(UserError, match=r"trainable parameters are in no optimizer .* after the first step_begin"):
+    with pytest.raises(UserError, match=r"trainable parameters are not in any optimizer .* after the first step_begin"):
         check_optimizer(model, optimizer)
     if not within:
         check_optimizer(model, torch.optim.AdamW(trained(model)))
@@ -237,7 +237,7 @@ def test_a_single_method_is_applied() -> None:
 @pytest.mark.parametrize(
     ("methods", "text"),
     [
-        ("lora", r"methods must be a Method object or a list of them, got 'lora'\. Create method objects"),
+        ("lora", r"methods must be a Method object or a list of Method objects, got 'lora'\. Create method objects"),
         (["lora"], r"got 'lora'\. Create method objects"),
         (LoRA, r"got <class .*LoRA'>\. Create an object of the class: LoRA\(\)\."),
         ([Full(), LoRA], r"Create an object of the class: LoRA\(\)\."),

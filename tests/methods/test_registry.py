@@ -91,15 +91,15 @@ def test_a_decorated_method_of_a_package_has_its_distributions_name(fresh: regis
         (('name = "nothing"', 'name = "Nothing!"'), "two names must be the same"),
         (("def _remove", "def _restore"), "does not implement `_remove`"),
         (("self.n = n", "self.m = n"), "does not store the setting `n`"),
-        (("self.n = n", "raise ValueError(n)"), "its constructor fails with the defaults: ValueError: 1"),
-        (("n: int = 1", "**settings"), r"must name its settings, got \*\*settings"),
+        (("self.n = n", "raise ValueError(n)"), "the constructor fails with the default settings: ValueError: 1"),
+        (("n: int = 1", "**settings"), r"must name each setting, got the parameter \*\*settings"),
         (("axis =", 'conflicts = ("lora",); axis ='), r"`conflicts` must be a mapping from axes, .* got \('lora',\)"),
         (("axis =", 'conflicts = {"lora": 1}; axis ='), "`conflicts` must be a mapping from .* to sentences, got"),
-        (("axis =", 'conflicts = {"lorra": "x"}; axis ='), r"`conflicts` must .* got 'lorra' \(not 'lora'\)"),
-        (("axis =", 'conflicts = {"memmory": "x"}; axis ='), r"`conflicts` must .* got 'memmory' \(not 'memory'\)"),
+        (("axis =", 'conflicts = {"lorra": "x"}; axis ='), r"`conflicts` must .* got 'lorra' \(similar to 'lora'\)"),
+        (("axis =", 'conflicts = {"memmory": "x"}; axis ='), r"`conflicts` must .* 'memmory' \(similar to 'memory'\)"),
         (("self.n = n", "self.n = n; self.conflicts = None"), "`conflicts` must be a mapping from .* got None"),
         (("axis =", "hints = None; axis ="), "`hints` must be a mapping from values of Needs to sentences, got None"),
-        (("axis =", 'hints = {"block": "x"}; axis ='), "`hints` must have values of Needs as keys, got 'block'"),
+        (("axis =", 'hints = {"block": "x"}; axis ='), "the keys of `hints` must be values of Needs, got 'block'"),
         (("view)", "v, w)"), r"`_apply` must take \(self, model, view\), got \(self, model, v, w\)"),
         (("_remove(self, model)", "_remove(self)"), r"`_remove` must take \(self, model\), got \(self\)"),
         (("axis =", "step_end = None; axis ="), r"`step_end` must take \(self\), got None"),
@@ -138,11 +138,11 @@ def test_a_method_without_settings_needs_no_constructor(fresh: registry.Registry
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        ("None", "must return an Applied, got None"),
+        ("None", "must return an Applied object, got None"),
         ('Applied("other", view.blocks)', "must report the method's own name, got 'other'"),
-        ('Applied(self.name, ("no.such",))', "list only names of the model in Applied.touched, got 'no.such'"),
-        ('Applied(self.name, view.blocks, modules=("x",))', "list only names of the model in Applied.modules, got 'x'"),
-        ('Applied(self.name, view.blocks, routed=("x",))', "list only names of the model in Applied.routed, got 'x'"),
+        ('Applied(self.name, ("no.such",))', "list only parts of the model in Applied.touched, got 'no.such'"),
+        ('Applied(self.name, view.blocks, modules=("x",))', "list only parts of the model in Applied.modules, got 'x'"),
+        ('Applied(self.name, view.blocks, routed=("x",))', "list only parts of the model in Applied.routed, got 'x'"),
     ],
 )
 def test_a_report_that_breaks_the_contract_is_refused_by_name(
@@ -155,7 +155,7 @@ def test_a_report_that_breaks_the_contract_is_refused_by_name(
 
 def test_a_report_of_our_own_that_breaks_the_contract_is_a_mistake_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(METHODS["full"], "_apply", lambda self, model, view: None)
-    with pytest.raises(AssertionError, match=r"Full\._apply must return an Applied, got None"):
+    with pytest.raises(AssertionError, match=r"Full\._apply must return an Applied object, got None"):
         METHODS["full"]().apply(model_of("vit"))
 
 

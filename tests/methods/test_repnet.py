@@ -150,7 +150,7 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     assert list(sides_of(model)) == ["layer4.1"]
     assert report.applied is not None
     assert str(report.applied.skipped["layer1.0"]) == "frozen by the selection"
-    assert str(report.applied.skipped["layer4.0"]) == "no side module: not chosen by blocks"
+    assert str(report.applied.skipped["layer4.0"]) == "no side module: block not listed in blocks"
     for places in (None, [0]):
         with pytest.raises(UserError, match=r"repnet: all .* of resnet26 are frozen by the selection. Select full"):
             apply_methods(timm.create_model("resnet26"), [RepNet(places), Blocks([-1]) if places else HeadOnly()])
@@ -265,7 +265,7 @@ def test_other_methods_leave_the_modules_alone() -> None:
         ("mobilenet", TinyTL(), RepNet(), "tinytl has been applied .* both add modules"),
         ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both add modules"),
         ("vit", BSR([1], [1]), RepNet([1]), "merge tokens cannot be used in a block with a side module"),
-        ("vit", RepNet([1]), EViT([1]), "has a module that repnet added to it"),
+        ("vit", RepNet([1]), EViT([1]), "has a module that was added by repnet"),
         ("vit", Checkpointing(), RepNet([1]), "Apply other methods after repnet"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
@@ -301,17 +301,17 @@ def test_models_and_settings_that_will_not_do() -> None:
         assert error.value.setting == setting
     for name, place, message in (
         ("vit", 4, r"indices from -4 to 3, got .*\. .* has 4 blocks"),
-        ("mobilenet", 0, r"side modules do not support blocks\.0\.0 of"),
+        ("mobilenet", 0, r"blocks\.0\.0 of \S+ does not support side modules"),
     ):
         model = model_of(name)
         with pytest.raises(SettingError, match=f"method.repnet.blocks.*{message}"):
             RepNet([place]).apply(model)
         assert all(p.requires_grad for p in model.parameters())
-    with pytest.raises(UserError, match="12 channels, which is not a multiple of 8"):
+    with pytest.raises(UserError, match="12 channels, but GroupNorm requires a multiple of 8"):
         RepNet().apply(timm.create_model("resnet18", channels=(12, 16, 16, 16)))
     for other in ("beit_base_patch16_224", "swin_tiny_patch4_window7_224", "convnext_atto", "vgg11"):
         with pytest.raises(
             UserError,
-            match=rf"repnet: ({other} has no blocks that side modules support|no blocks were recognized in {other})",
+            match=rf"repnet: (side modules support only .* of {other} are|no blocks were recognized in {other})",
         ):
             RepNet().apply(on_meta(other))

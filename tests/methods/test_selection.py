@@ -187,11 +187,11 @@ def test_what_a_model_does_not_have_cannot_train(method: Method, message: str) -
 def test_a_selection_comes_before_adapters_and_leaves_after_them() -> None:
     model, lora, selection = model_of("vit"), LoRA(rank=2), LastStage()
     lora.apply(model)
-    with pytest.raises(UserError, match=r"lora has been applied .* must come after last_stage"):
+    with pytest.raises(UserError, match=r"lora has already been applied .* must be applied after last_stage"):
         LastStage().apply(model)
     lora.remove(model)
     apply_methods(model, [lora, selection])
-    with pytest.raises(UserError, match="lora was applied on top of it; remove lora first"):
+    with pytest.raises(UserError, match=r"lora was applied after last_stage\. Remove lora first"):
         selection.remove(model)
     lora.remove(model)
     selection.remove(model)

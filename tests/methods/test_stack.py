@@ -50,9 +50,9 @@ from efficient_ft.testing import model_of
         (BSRMoE(), LoRA(), "both add modules to the model"),
         (LBPWHT(), METHODS["lbp_dct"](), "both replace the backward pass"),
         (Mesa(), Checkpointing(), "both define how activations are saved"),
-        (ToMe(), LBPWHT(), "cannot be stacked: merged tokens have no grid positions"),
-        (SWAT(), LBPWHT(), "cannot be stacked: low-rank layers have their own dense forward"),
-        (BackRazor(prune="both"), LBPWHT(), "cannot be stacked: prune=both: low-rank layers"),
+        (ToMe(), LBPWHT(), "cannot be combined: merged tokens have no grid positions"),
+        (SWAT(), LBPWHT(), "cannot be combined: low-rank layers have their own dense forward"),
+        (BackRazor(prune="both"), LBPWHT(), "cannot be combined: prune=both: low-rank layers"),
     ],
     ids=lambda value: value.name if isinstance(value, Method) else "",
 )
@@ -79,7 +79,7 @@ def test_nothing_is_changed_by_a_stack_that_is_refused() -> None:
 def test_what_is_applied_counts_as_part_of_the_stack() -> None:
     model, first = model_of("vit"), Mesa()
     first.apply(model)
-    with pytest.raises(UserError, match="checkpointing: mesa has been applied to this VisionTransformer already, and"):
+    with pytest.raises(UserError, match="checkpointing: mesa has already been applied to this VisionTransformer, and"):
         Checkpointing().apply(model)
     with pytest.raises(UserError, match="or remove mesa first"):
         apply_methods(model, [LastStage(), Checkpointing()])
@@ -96,7 +96,8 @@ def test_what_is_applied_counts_as_part_of_the_stack() -> None:
 def test_what_must_come_first_is_not_applied_second(first: Method, second: Method) -> None:
     model = model_of("vit")
     first.apply(model)
-    with pytest.raises(UserError, match=f"{first.name} has been applied .* but must come after {second.name}"):
+    message = f"{first.name} has already been applied .* but must be applied after {second.name}"
+    with pytest.raises(UserError, match=message):
         second.apply(model)
 
 
@@ -104,7 +105,7 @@ def test_what_others_build_on_is_not_removed_below_them() -> None:
     model, methods = model_of("vit"), [LastStage(), LoRA(2), LBPWHT(order=2)]
     apply_methods(model, methods)
     for below, above in itertools.pairwise(methods):
-        with pytest.raises(UserError, match=f"{above.name} was applied on top of it; remove {above.name} first"):
+        with pytest.raises(UserError, match=f"{above.name} was applied after {below.name}. Remove {above.name} first"):
             below.remove(model)
     for method in reversed(methods):
         method.remove(model)
@@ -127,7 +128,7 @@ class Named(Method):
 
 def test_conflicts_may_name_methods_and_axes() -> None:
     for other, why in ((LISA(), "it must see all layers"), (ToMe(), "it counts tokens"), (ALaST(), "it counts tokens")):
-        with pytest.raises(UserError, match=f"cannot be stacked: {why}"):
+        with pytest.raises(UserError, match=f"cannot be combined: {why}"):
             check_stack([Named(), other])
     check_stack([Named(), Full()])
 

@@ -119,4 +119,4 @@ def test_a_method_of_another_package_has_a_line_too() -> None:
     assert str(report) == "theirs: 4 parts changed (blocks 0–3); head unchanged; every second one"
     assert report.details().splitlines()[1:3] == ["  + blocks.0.mlp", "  + blocks.1.mlp"]
     nothing = Applied("theirs", (), none_needed="the rank is full")
-    assert str(nothing) == "theirs: nothing is changed (the rank is full)"
+    assert str(nothing) == "theirs: the model is not changed (the rank is full)"

@@ -324,7 +324,7 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
     model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens, of which 3, 2, 1 and 0 remain
     with pytest.raises(
         SettingError,
-        match=r"alast.budget_init must be .*, got 0.9. None of the 4 patch tokens is left after blocks.3. .* 32×32",
+        match=r"alast.budget_init must be .*, got 0.9. None of the 4 .* would be left after blocks.3. .* 32×32",
     ):
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())
@@ -340,7 +340,7 @@ def test_blocks_and_places_are_listed_once() -> None:
 def test_a_block_with_a_side_module_keeps_its_tokens() -> None:
     model = model_of("vit")
     RepNet([1]).apply(model)
-    with pytest.raises(UserError, match=r"blocks.1 of .* has a module that repnet added to it"):
+    with pytest.raises(UserError, match=r"blocks.1 of .* has a module that was added by repnet"):
         EViT([1]).apply(model)
 
 
@@ -362,7 +362,7 @@ def test_a_block_with_a_module_of_another_method_is_refused_by_that_methods_name
     model = model_of("vit")
     Adapter().apply(model)
     for method in (EViT([1]), ToMe(2)):
-        with pytest.raises(UserError, match=r"blocks.1 of .* has a module that adapter added to it"):
+        with pytest.raises(UserError, match=r"blocks.1 of .* has a module that was added by adapter"):
             method.apply(model)
     EViT([2]).apply(model)
 
@@ -392,7 +392,7 @@ def test_two_methods_that_drop_tokens_are_refused() -> None:
 def test_blocks_of_another_form_are_refused(name: str) -> None:
     with torch.device("meta"):
         model = timm.create_model(name)
-    with pytest.raises(UserError, match=r"class token|not have the structure|not on one grid"):
+    with pytest.raises(UserError, match=r"class token|not have the structure|not share one token grid"):
         EViT([1]).apply(model)
 
 

@@ -166,7 +166,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
             q = x.unsqueeze(1)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
 
-    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "its own mask")):
+    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "that uses a mask")):
         model: Any = small_vit("vit_tiny_patch16_224")
         model.blocks[1].attn = attention
         with pytest.raises(UserError, match=f"method tome: .*{message}"):
@@ -379,7 +379,7 @@ def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> N
 @pytest.mark.parametrize("low_rank", [LBPWHT, LBPDCT])
 def test_low_rank_backward_is_refused_in_either_order(low_rank: Any) -> None:
     model = model_of("vit")
-    with pytest.raises(UserError, match=r"cannot be stacked: merged tokens have no grid"):
+    with pytest.raises(UserError, match=r"cannot be combined: merged tokens have no grid"):
         apply_methods(model, [ToMe(4), low_rank(order=3)])
     assert not any(forwards_of(m) for m in model.modules())
     model = model_of("vit")
@@ -470,9 +470,9 @@ def test_r_0_is_said_to_be_nothing() -> None:
         ("vit_small_patch16_dinov3", "not have the structure"),
         ("deepseek_vit_412m", "not have the structure"),
         ("vit_relpos_small_patch16_224", "not have the structure"),  # relative positions
-        ("cait_xxs24_224", "not on one grid|not have the structure"),
-        ("mvitv2_tiny", "not on one grid|not have the structure"),
-        ("swin_tiny_patch4_window7_224", "not on one grid"),
+        ("cait_xxs24_224", "not share one token grid|not have the structure"),
+        ("mvitv2_tiny", "not share one token grid|not have the structure"),
+        ("swin_tiny_patch4_window7_224", "not share one token grid"),
         ("hiera_tiny_224", "its own forward pass"),
         ("samvit_base_patch16_224", "its own forward pass"),
         ("mixer_s16_224", "not have the structure"),

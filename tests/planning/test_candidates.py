@@ -64,7 +64,7 @@ def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(
     assert len(found.not_examined) == seen[0].of - 2 > 25
     text = plan_text(found)
     assert f"Not examined ({len(found.not_examined)}): planning took " in text
-    assert "--planning-time 1m examines more." in text
+    assert "To examine more recipes, use --planning-time 1m." in text
     impossible = text.partition("Not possible (2; the budget is 963 MiB):")[2].partition("Not examined")[0]
     assert ("head" in impossible and "last_stage" in impossible and "needs 1." in impossible) == (memory is None)
     assert sum(not one["examined"] for one in found.as_dict()["excluded"]) == len(found.not_examined)

@@ -59,9 +59,9 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
         1.0,
     )
     text = plan_text(plan)
-    assert f"Of the studied recipes, {studied.name} loses the least: loss=2.1 allows it." in text
+    assert f"Of the studied recipes, {studied.name} has the smallest loss. Set loss=2.1 to allow this recipe." in text
     assert "Recipes without a study are not recommended" in text
-    assert "memory=1.5GB allows a recipe that is near exact: low bits." in text
+    assert "Set memory=1.5GB to allow the near exact recipe low bits." in text
     close = replace(above, process_bytes=plan.memory_bytes + 1)
     assert "low bits: needs slightly more than 1.12 GiB" in plan_text(replace(plan, excluded=(further, close)))
     slow = replace(plan, options=(option(Exactness.EXACT, 1, 9, on_front=True),))
@@ -147,7 +147,7 @@ def test_a_cosine_that_nobody_measured_is_unknown_in_the_table() -> None:
     plan = Plan(4 * 10**9, 4 * 10**9, 0, "x", "cpu", (named,), (), named, 1, "x", None, 60.0)
     line = next(line for line in plan_text(plan).splitlines() if line.startswith(named.name))
     assert line.split().count("unknown") == 2, "class and cosine"
-    assert "Evidence for exact" not in plan_text(plan)
+    assert "Evidence that recipes are exact" not in plan_text(plan)
 
 
 @pytest.mark.parametrize(("width", "times"), [(80, ["410 ms"]), (140, ["410 ms", "6 min 44 s"])])
@@ -181,7 +181,7 @@ def test_a_method_of_another_package_takes_part_as_it_declares(monkeypatch: pyte
     ("declared", "message"),
     [
         ((PlanCandidate({}, Exactness.EXACT),), "must name a test or measurement as evidence"),
-        ((PlanCandidate({"rank": 3}),), "must name settings of the constructor, got 'rank'"),
+        ((PlanCandidate({"rank": 3}),), "must contain only settings of the constructor, got 'rank'"),
         ((PlanCandidate(time_factor=0.0),), "must have a time_factor > 0"),
         (("full",), "must be a tuple of PlanCandidate"),
     ],
@@ -201,8 +201,10 @@ def test_a_recommendation_says_on_how_many_recipes_it_rests() -> None:
         return text.partition("The recommendation ")[2].partition("\n")[0]
 
     assert said((one,), unknown) == (
-        "is based on one recipe: only 1 of 2 was examined. --planning-time 3m examines more.")  # fmt: skip
+        "is based on one recipe: only 1 of 2 was examined. To examine more recipes, use --planning-time 3m."
+    )
     assert said((one,)) == "is based on one recipe: only 1 was examined."
-    assert said((one,), above) == "is based on one recipe: only this one of the 2 examined recipes fits."
-    assert said((one, two), above, unknown) == "is based on 3 of 4 recipes. --planning-time 2m examines more."
+    assert said((one,), above) == "is based on one recipe: only one of the 2 examined recipes fits."
+    more = "is based on 3 of 4 recipes. To examine more recipes, use --planning-time 2m."
+    assert said((one, two), above, unknown) == more
     assert said((one, two), above) == ""

@@ -80,7 +80,7 @@ def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.Monkey
     monkeypatch.setattr(planner, "memory_limit_bytes", lambda: 3 * 10**9)
     found = a_plan(memory=8 * 10**9)
     assert (found.memory_bytes, found.asked_bytes) == (3 * 10**9, 8 * 10**9)
-    assert "7.45 GiB were requested, but this machine or its container has only 2.79 GiB" in plan_text(found)
+    assert "The requested budget is 7.45 GiB, but this machine or its container has only 2.79 GiB" in plan_text(found)
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_the_recommended_recipe_is_tried() -> None:
     shown = format_bytes(found.base_bytes + above)
     assert shown in text
     assert f"≈ {shown}" not in text
-    assert "the recommended recipe ran for a few steps in a separate process" in text
+    assert "The recommended recipe ran for a few steps in a separate process" in text
 
 
 @pytest.mark.exhaustive
@@ -125,7 +125,8 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     assert len(tried) == 1
     assert found.recommended is None
     (reason,) = [one.reason for one in found.excluded if one.name == tried[0]]
-    assert reason.startswith("its process used, in a trial and including a margin, ")
+    assert reason.startswith("the process used ")
+    assert reason.endswith(" in a trial, including a margin")
     assert found.smallest_bytes > memory
 
     tried.clear()
@@ -133,14 +134,14 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     def fails_first(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
         trial = attempt(arguments, classes, seconds)
         if len(tried) == 1:
-            raise UserError("killed by SIGKILL, likely for lack of memory")
+            raise UserError("killed by SIGKILL, probably for lack of memory")
         return trial
 
     found = a_plan(memory=memory, attempt=fails_first)
     assert len(set(tried)) == 2
     assert found.recommended is not None
     assert found.recommended.name == tried[1]
-    assert "its trial failed: killed by SIGKILL, likely for lack of memory" in {one.reason for one in found.excluded}
+    assert "the trial failed: killed by SIGKILL, probably for lack of memory" in {one.reason for one in found.excluded}
 
 
 @pytest.mark.exhaustive
@@ -187,7 +188,7 @@ def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> No
     found = efficient_ft.plan(*SETTINGS, memory="900GB")
     assert isinstance(found, Plan)
     assert found.memory_bytes == 900 * 10**9
-    with pytest.raises(UserError, match="memory must be a number with a unit"):
+    with pytest.raises(UserError, match="memory must be a number with one of the units"):
         efficient_ft.plan(*SETTINGS, memory="4")
     with pytest.raises(AttributeError, match="no attribute 'plans'"):
         efficient_ft.plans  # noqa: B018

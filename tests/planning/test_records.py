@@ -47,4 +47,4 @@ def test_predictions_stand_next_to_what_runs_measured(tmp_path: Path, capsys: py
     assert pair["memory"] == (full.process_bytes, results["memory"]["peak_bytes"])
     assert pair["counted"][0] == pytest.approx(pair["counted"][1], rel=0.02)
     assert pair["within_budget"]
-    assert "1 planned runs have finished, 0 of them above their budget." in calibration_text([tmp_path])
+    assert "1 planned runs have finished. 0 of these runs exceeded their budget." in calibration_text([tmp_path])

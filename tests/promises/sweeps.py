@@ -97,7 +97,7 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
     began = {order: _begun(folder, order) for order in orders}
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     require(again.returncode == 1, f"status {again.returncode}\n{again.stderr[-2000:]}")
-    require(again.stdout.count("finished before") == 3, f"not three finished before:\n{again.stdout[-3000:]}")
+    require(again.stdout.count("already finished") == 3, f"not three jobs already finished:\n{again.stdout[-3000:]}")
     require(f"{len(failures)} of {len(orders)} failed" in again.stdout, again.stdout[-3000:])
     for order in orders:
         more = _begun(folder, order) - began[order]

@@ -107,7 +107,7 @@ def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path
 
 def test_missing_seeds_are_named(runs: Path) -> None:
     said = missing_seeds(collect(runs))
-    assert said == ["No run with seed 1, 2: lora/0 (lora), other/0 (full)."]
+    assert said == ["These runs were not repeated with seed 1, 2: lora/0 (lora), other/0 (full)."]
 
 
 def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Path) -> None:
@@ -122,7 +122,7 @@ def test_of_a_repeated_seed_the_later_run_counts_and_the_other_is_named(runs: Pa
     full = next(group for group in groups(found.runs) if len(group) == 3)
     assert [run.folder for run in full] == ["full/0", "full/1", "full/2"]
     (said,) = repeated(found)
-    assert said == "Not included (a later run has the same settings and seed): full/again (replaced by full/2)."
+    assert said == "Runs are excluded if a later run has the same settings and seed: full/again (replaced by full/2)."
 
 
 def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,13 +131,13 @@ def test_a_copy_of_a_run_counts_once_and_is_named(runs: Path, capsys: pytest.Cap
     command.main([str(runs), "--runs", "--form", "csv"])
     shown = capsys.readouterr()
     assert len(list(csv.reader(shown.out.splitlines()))) == 1 + before
-    assert "Not included (copies of other runs): zcopy (of full/1)." in shown.err
+    assert "Copies of other runs are not included: zcopy (of full/1)." in shown.err
 
 
 def test_accuracies_on_a_part_of_the_images_are_named(runs: Path) -> None:
     assert "limit_eval_batches" not in " ".join(notes(collect(runs), means=True))
     write(runs / "part/0", 0.5, trainer__limit_eval_batches=2)
-    said = "Evaluated on a part of the images (trainer.limit_eval_batches): part/0."
+    said = "Only some images were used for evaluation (trainer.limit_eval_batches): part/0."
     assert said in notes(collect(runs), means=True)
     *_, markdown = write_tables(collect(runs), runs / "table")
     assert said in markdown.read_text()
@@ -164,18 +164,18 @@ def test_what_cannot_be_read_is_left_out_and_named(runs: Path, capsys: pytest.Ca
     (runs / "full/2/results.json").unlink()
     command.main([str(runs)])
     shown = capsys.readouterr()
-    assert "Not included: full/0: results.json is damaged" in shown.err, "without an absolute path"
+    assert "full/0 is excluded: The file results.json is damaged" in shown.err, "without an absolute path"
     assert "not valid JSON" in shown.err
-    assert "Not included: full/1: " in shown.err
-    assert "it has format 2; this version reads format 1" in shown.err
-    assert "Not included (running, interrupted or failed): full/2." in shown.err
+    assert "full/1 is excluded: " in shown.err
+    assert "it has format 2, but this version reads format 1" in shown.err
+    assert "Running, interrupted and failed runs are not included: full/2." in shown.err
     assert "full  " in shown.out
     for form in ("csv", "json", "markdown", "latex"):
         command.main([str(runs), "--form", form, "--runs"])
         assert "other/0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("make", "said"), [(False, "no such folder"), (True, "contains no finished run")])
+@pytest.mark.parametrize(("make", "said"), [(False, "does not exist"), (True, "contains no finished run")])
 def test_a_folder_without_runs_is_refused(tmp_path: Path, make: bool, said: str) -> None:
     folder = tmp_path / "runs"
     if make:

@@ -52,13 +52,13 @@ def test_results_of_another_version_are_refused(tmp_path: Path, change: Any, sai
     [
         (None, "contains no results.json: the run has not finished. DO"),
         ('{"format": 1, "acc', "not valid JSON. DO"),
-        ("[1]", "not an object. DO"),
+        ("[1]", "does not contain a JSON object. DO"),
         ("[" * 100_000, "not valid JSON. DO"),
         (json.dumps(some_results()).replace("0.25", "NaN", 1), "not valid JSON. DO"),
-        (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last: "),
-        (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters: "),
-        (json.dumps({**some_results(), "trainable_parameters": "12"}), "trainable_parameters: "),
-        (json.dumps({**some_results(), "trainable_parameters": True}), "trainable_parameters: "),
+        (json.dumps({**some_results(), "accuracy": {"best": 1}}), "accuracy.last is invalid: "),
+        (json.dumps({**some_results(), "trainable_parameters": "many"}), "trainable_parameters is invalid: "),
+        (json.dumps({**some_results(), "trainable_parameters": "12"}), "trainable_parameters is invalid: "),
+        (json.dumps({**some_results(), "trainable_parameters": True}), "trainable_parameters is invalid: "),
         (json.dumps(some_results()).replace("0.25", "1e999", 1), "not valid JSON. DO"),
     ],
 )
@@ -79,8 +79,8 @@ def test_the_configuration_is_read_as_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda c: c["data"].update(workers=2), "has the setting data.workers, unknown to this version"),
-        (lambda c: c["optim"].update(removed=2), "has the setting optim.removed, unknown to this version"),
+        (lambda c: c["data"].update(workers=2), "has the setting data.workers, which is unknown to this version"),
+        (lambda c: c["optim"].update(removed=2), "has the setting optim.removed, which is unknown to this version"),
     ],
 )
 def test_unknown_settings_show_another_version(tmp_path: Path, change: Any, said: str) -> None:
@@ -93,7 +93,7 @@ def test_unknown_settings_show_another_version(tmp_path: Path, change: Any, said
         read_config(tmp_path)
     assert said in str(caught.value)
     assert "version of efficient-ft (it " in str(caught.value)
-    assert "Choose another hydra.run.dir, or resume=never" in str(caught.value)
+    assert "Choose another hydra.run.dir, or set resume=never" in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, "a: &a [*a]", "seed: 2001-99-99", "a: !!int ''"])

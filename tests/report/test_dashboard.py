@@ -52,7 +52,7 @@ def test_the_mode_of_the_environment_is_followed(
     run_command("dashboard", [str(runs / "b"), "--project", "mine", "--out", str(out)])
     assert offline_run(out)["run"].project == "mine"
     printed = " ".join("".join(capfd.readouterr()).split())
-    assert "`wandb sync` sends it" in printed
+    assert "(for `wandb sync`)" in printed
     assert "wandb:" not in printed, "no lines of wandb's own"
 
 

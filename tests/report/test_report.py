@@ -239,7 +239,7 @@ def other(folder: Path) -> None:
         (lambda folder: None, "the folder does not exist"),
         (
             lambda folder: folder.mkdir(),
-            "run contains no record (step_stats.jsonl). Train with step_stats.interval=1",
+            "run contains no record (step_stats.jsonl). Train with step_stats.interval=n",
         ),
         (lambda folder: Rows(folder / "step_stats.jsonl").rewind(0), "resume=never"),
         (other, "config.yaml was written by another version of efficient-ft (it has the setting data.workers"),
@@ -259,7 +259,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
     [
         ("results.json", "{", "results.json is damaged: it is not valid JSON. Repeat the run."),
         ("results.json", "{}", "results.json was written by another version"),
-        ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl cannot be read: a row lacks step, blocks or trained."),
+        ("step_stats.jsonl", '{"step": 1}\n', "step_stats.jsonl is incomplete: a row has no step, blocks or trained."),
         ("step_stats.jsonl", '{"step": 1, "blocks": 3, "trained": []}\n', "step_stats.jsonl is damaged"),
         ("step_stats.jsonl", '{"step": 1, "blocks": [], "trained": []}\n', "damaged (a row contains no block)"),
         ("step_stats.jsonl", '{"step": 1, "blocks": ["b"], "trained": null}\n', "step_stats.jsonl is damaged"),
@@ -272,7 +272,7 @@ def test_mistakes_end_with_one_message_and_status_2(tmp_path, capsys, make, text
         (
             "config.yaml",
             "data: {workers: 2}",
-            "(it has the setting data.workers, unknown to this version). Repeat the run",
+            "(it has the setting data.workers, which is unknown to this version). Repeat the run",
         ),
     ],
     ids=["damaged", "earlier", "rows", "blocks", "no blocks", "trained", "unequal", "unknown"],

@@ -78,7 +78,7 @@ def test_the_page_has_every_run_with_its_curves(tmp_path: Path) -> None:
     assert found["runs"][2]["budgets"] == {"steps": [1, 2, 3], "blocks": ["0", "1"],
                                            "values": [[0.9, 0.9], [0.9, 0.8], [0.9, 0.7]]}  # fmt: skip
     assert "joules" not in found["costs"], "no machine measured it"
-    assert any("Not included (running, interrupted or failed): " in note for note in found["notes"])
+    assert any("Running, interrupted and failed runs are not included: " in note for note in found["notes"])
     page = write_runs_page([root], tmp_path / "out").read_text(encoding="utf-8")
     assert page.count("</script>") == 2, "a name cannot end the script"
     assert not re.search(r"https?://(?!www\.w3\.org)", page), "needs no network"
@@ -116,7 +116,7 @@ def test_runs_and_folders_of_runs_may_be_mixed(tmp_path: Path, capsys: pytest.Ca
     assert all(run["rows"] for run in found["runs"])
     run_command("report", [str(root), "--out", str(tmp_path / "out")])
     assert capsys.readouterr().out.strip() == str(tmp_path / "out" / "report.html")
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="does not exist"):
         write_runs_page([tmp_path / "none"], tmp_path / "out")
 
 
@@ -180,4 +180,4 @@ def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: 
         assert left.value.code == 2
         said = unwrapped(capsys.readouterr().err).strip()
         assert said.startswith(str(out))
-        assert said.endswith("Choose another --out FOLDER.")
+        assert said.endswith("Change --out.")

@@ -40,7 +40,7 @@ def of_run(*settings: str, memory: str) -> Config:
 
 @pytest.mark.parametrize("wrong", ["4", "4.5", "fourGB", "0GB"])
 def test_a_budget_needs_a_unit(wrong: str) -> None:
-    with pytest.raises(SettingError, match=rf"memory must be a number with a unit: .* got {wrong}\."):
+    with pytest.raises(SettingError, match=rf"memory must be a number with one of the units .* got {wrong}\."):
         of_run(memory=wrong)
 
 

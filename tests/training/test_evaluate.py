@@ -101,7 +101,7 @@ def test_a_run_of_another_version_is_refused(tmp_path, configuration, finished):
     plain = yaml.safe_load(file.read_text())
     plain["optim"]["clip"] = plain["optim"].pop("grad_clip_norm")
     file.write_text(yaml.safe_dump(plain))
-    with pytest.raises(OtherVersionError, match=r"it has the setting optim\.clip, unknown to this version"):
+    with pytest.raises(OtherVersionError, match=r"it has the setting optim\.clip, which is unknown to this version"):
         run(configuration(evaluate=str(tmp_path / "run")), tmp_path)
 
 

@@ -199,7 +199,7 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
             {"trainer__cache_limit": "1MB"},
             r"trainer\.cache_limit must be at least 0\.02GiB for these",
         ),
-        ({"trainer__cache_limit": "1"}, r"trainer\.cache_limit must be a number with a unit"),
+        ({"trainer__cache_limit": "1"}, r"trainer\.cache_limit must be a number with one of the units"),
         ({"trainer__views": 0}, r"trainer\.views must be"),
         ({"trainer__cache_features": "yes"}, r"trainer\.cache_features must be"),
     ],
@@ -215,7 +215,7 @@ def test_a_disk_without_room_is_refused(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_store.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000})())
-    with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* free for these features"):
+    with pytest.raises(SettingError, match=r"trainer\.cache_folder must be on a disk with .* of free space for these"):
         run(small(), tmp_path / "run")
     assert not stores(tmp_path)
 

@@ -203,7 +203,7 @@ def of_folder(configuration: Any, root: Path, **changes: Any) -> Any:
 @pytest.mark.parametrize("finish", [True, False], ids=["finished", "interrupted"])
 @pytest.mark.parametrize(
     ("change", "named"),
-    [(exchanged, r"train: \d+ of \d+ changed \(0/0\.bmp"), (edited, r"changed \(1/4\.bmp\)")],
+    [(exchanged, r"train: \d+ of \d+ entries changed \(0/0\.bmp"), (edited, r"changed \(1/4\.bmp\)")],
     ids=["classes exchanged", "a file edited"],
 )
 def test_changed_files_of_equal_sizes_are_refused_and_named(
@@ -247,7 +247,7 @@ def test_replaced_weights_are_refused(tmp_path, configuration, without_cost):
     state = network.state_dict()
     state["head.weight"] = state["head.weight"] + 1
     save_file(state, file)
-    with pytest.raises(UserError, match=r"model\.weights: 1 of 1 changed \(weights\.safetensors\)"):
+    with pytest.raises(UserError, match=r"model\.weights: 1 of 1 entries changed \(weights\.safetensors\)"):
         run(config, place)
 
 
@@ -268,7 +268,7 @@ def tree(place: Path) -> dict[str, bytes]:
 
 def test_another_run_in_the_folder_is_refused(configuration, finished):
     with pytest.raises(
-        UserError, match=r"optim\.lr is 0\.01 in that run and 0\.001 in this run.*hydra\.run\.dir, or resume=never"
+        UserError, match=r"optim\.lr is 0\.01 in that run and 0\.001 in this run.*hydra\.run\.dir, or set resume=never"
     ):
         run(configuration(optim__lr=1e-3), finished[0])
 
@@ -288,8 +288,8 @@ def test_a_folder_of_another_version_is_refused_and_kept(tmp_path, configuration
         run(configuration(), place)
     text = str(caught.value)
     assert "config.yaml was written by another version" in text
-    assert "it has the setting model.dropout, unknown to this version" in text
-    assert "Choose another hydra.run.dir, or resume=never" in text
+    assert "it has the setting model.dropout, which is unknown to this version" in text
+    assert "Choose another hydra.run.dir, or set resume=never" in text
     assert {f.name: f.read_bytes() for f in place.iterdir()} == before
     if not done:
         run(configuration(resume="never", trainer__max_steps=1), place)
@@ -316,5 +316,5 @@ def test_a_damaged_configuration_is_refused(tmp_path, configuration, text):
 def test_a_configuration_that_was_cut_off_is_refused(tmp_path, configuration, finished):
     text = (finished[0] / "config.yaml").read_text()
     (tmp_path / "config.yaml").write_text(text[: text.index("optim:")])
-    with pytest.raises(UserError, match=r"it is incomplete, without the entry optim\. .*resume=never"):
+    with pytest.raises(UserError, match=r"the entry optim is missing\. .*resume=never"):
         run(configuration(), tmp_path)

@@ -136,7 +136,7 @@ def test_other_errors_pass_and_a_killed_worker_is_named() -> None:
     assert caught.value is other
     killed = RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. ")
     with (
-        pytest.raises(UserError, match=r"data was killed, .*data\.num_workers=0"),
+        pytest.raises(UserError, match=r"data loader was killed, .*data\.num_workers=0"),
         _caught(),
     ):
         raise killed

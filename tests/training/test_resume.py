@@ -269,7 +269,7 @@ def test_another_copy_of_a_published_data_set_is_not_taken_for_the_same(tmp_path
     results = run(config("one"), folder)
     assert (folder / "images").read_text().strip() == results["data"]["digest"]
     assert run(config("same"), folder) == results
-    with pytest.raises(UserError, match="have changed since it began: train: 8 of 8 changed"):
+    with pytest.raises(UserError, match="have changed since it began: train: 8 of 8 entries changed"):
         run(config("other"), folder)
     (folder / "results.json").unlink()
     with pytest.raises(UserError, match="have changed since it began"):

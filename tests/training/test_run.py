@@ -177,6 +177,6 @@ def test_files_known_to_be_unreadable_are_refused_before_anything_is_written(fol
     broken = sorted(root.rglob("*.png"))[0]
     broken.write_bytes(broken.read_bytes()[:40])
     data = {"name": "folder", "root": str(root), "num_workers": 0}
-    with pytest.raises(UserError, match=rf"{broken.name}: not readable .* To skip them, set data\.on_corrupt=skip"):
+    with pytest.raises(UserError, match=rf"{broken.name}: the file is not readable .* set data\.on_corrupt=skip"):
         run(configuration(data=data), tmp_path / "run")
     assert not list((tmp_path / "run").glob("metrics*"))

@@ -223,7 +223,7 @@ def test_costs_need_no_files(text_run: Callable[..., Config], capsys: pytest.Cap
             r"data\.text\.columns must be distinct columns that do not include label",
         ),
         ({"model": {"max_length": None}}, r"model\.name must be a text classifier with task=text"),
-        ({"data": {"text": None}}, r"data\.text must be a mapping with columns and label"),
+        ({"data": {"text": None}}, r"data\.text must be a mapping with the keys columns and label"),
         ({"data": {"text": {"columns": []}}}, r"data\.text\.columns"),
     ],
 )

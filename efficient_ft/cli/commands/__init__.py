@@ -12,12 +12,12 @@ from efficient_ft.core.errors import replace_unprintable, single_values
 
 _NAMES = ("check", "plan", "cache", "predict", "report", "table", "collect", "figure", "dashboard", "study", "bench",
           "gradient-error", "selftest")  # fmt: skip
-#: Commands and their modules, which define ``main(arguments)`` and are imported on first use.
+#: Names of the commands and of their modules. Each module defines ``main(arguments)`` and is imported on first use.
 COMMANDS = {name: f"efficient_ft.cli.commands.{name.replace('-', '_')}" for name in _NAMES}
 
 
 def run_command(name: str, arguments: Sequence[str] | None = None) -> None:
-    """Run a command of `COMMANDS`, and exit with its status. The status is 2 for a user mistake."""
+    """Run a command of `COMMANDS`, and exit with its status. The status is 2 if the command raises a `UserError`."""
     replace_unprintable()
     quiet_libraries()
     with clean_exits("Interrupted."), single_values():

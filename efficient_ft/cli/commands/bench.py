@@ -29,10 +29,10 @@ if TYPE_CHECKING:
 
 PROG = "efficient-ft bench"
 
-#: Maximum value of --threads per processor.
+#: Maximum number of threads per processor that ``--threads`` accepts.
 _THREADS_PER_PROCESSOR = 16
 
-#: Entries of a `bench memory` record that are included in the report of `bench step`.
+#: Keys of a ``bench memory`` record whose values are included in the report of ``bench step``.
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
 
 DESCRIPTION = """\
@@ -67,11 +67,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         word, bench = unknown[0], f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
         if word.startswith("-"):
-            raise UserError(f"{word}: there is no such option; see {bench} --help.")
+            raise UserError(f"{word} is not an option of {bench}. See {bench} --help.")
         if not getattr(options, "recipes", None):
-            raise UserError(f"{word}: {bench} does not accept recipes; see {bench} --help.")
+            raise UserError(f"{word}: the command {bench} does not accept recipes. See {bench} --help.")
         together = shlex.join([*options.recipes, word])
-        raise UserError(f"{word}: recipes must not be separated by options: {bench} {together} ...")
+        raise UserError(f"{word}: options must not separate recipes. Use {bench} {together} ...")
     if not hasattr(options, "run"):
         parser.print_help()
     elif getattr(options, "alone", False):
@@ -83,13 +83,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
-    step = _add_kind(kinds, "step", _step, 10, "parts of a model's training steps")
+    step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps")
     _add_model(step, "efficientformer_l1", 32, "*")
     step.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    steps = "number of steps for measuring the process memory of each recipe (default 3; 0: do not measure)"
+    steps = "number of steps that measure the process memory of each recipe (default 3, or 0 to disable)"
     step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
 
-    text = "counted memory and process memory of training steps; each recipe runs in a separate process"
+    text = "measure the counted memory and the process memory of training steps"
     memory = _add_kind(kinds, "memory", _memory, None, text)
     _add_model(memory, "deit_small", 16, "+")
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
@@ -98,12 +98,12 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--warmup", type=count_or_zero, default=2, help="number of warm-up steps before the measured steps (default 2)"
     )
-    # hidden options, which are passed to the process that measures a single recipe
+    # These hidden options are passed to the process that measures a single recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
     memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
 
-    layer = _add_kind(kinds, "layer", _layer, 30, "the exact and low-rank backward pass of a linear layer")
-    shapes = "layer shape, may be repeated (default: the four layers in Table 5 of the LBP-WHT paper)"
+    layer = _add_kind(kinds, "layer", _layer, 30, "measure the exact and low-rank backward passes of a linear layer")
+    shapes = "layer shape (default: the four layers in Table 5 of the LBP-WHT paper); repeat for more layers"
     layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
     layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
     layer.add_argument("--orders", default="2,4,6,8,15", help="orders of the projector (default 2,4,6,8,15)")
@@ -115,27 +115,27 @@ def _parser() -> argparse.ArgumentParser:
         "--layout", choices=("tokens", "map"), default="tokens", help="tokens: linear; map: 1×1 convolution"
     )
 
-    loop = _add_kind(kinds, "loop", _loop, 60, "steps of the framework and of a bare PyTorch loop")
-    jobs = "default (the default job) or a model in conf/model; may be repeated (default: default and deit_small)"
+    loop = _add_kind(kinds, "loop", _loop, 60, "compare the framework with a bare PyTorch loop")
+    jobs = "model in conf/model, or default (default: default and deit_small); repeat for more jobs"
     loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
-    loop.add_argument("--batch", type=count, help="batch size (default: 8, or the default job's size)")
+    loop.add_argument("--batch", type=count, help="batch size (default: 8, or the batch size of the default job)")
     loop.add_argument("--images", type=Path, metavar="DIR", help="image folder (default: the digits)")
     loop.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting for all jobs")
 
-    text = "gradients of recipes compared with exact gradients, on one network"
+    text = "compare the gradients of recipes with exact gradients"
     gradient = _add_kind(kinds, "gradient", _gradient, None, text)
     _add_model(gradient, "deit_tiny", 16, "+")
-    gradient.add_argument("--weights", metavar="FILE", help="weights with timm's names (default: random weights)")
+    gradient.add_argument("--weights", metavar="FILE", help="weights with timm's parameter names (default: random)")
     gradient.add_argument("--images", type=Path, metavar="DIR", help="images DIR/CLASS/* (default: noise)")
     gradient.add_argument("--batches", type=count, default=8, help="number of disjoint batches to measure (default 8)")
     gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
 
-    _add_kind(kinds, "optimizer", _optimizer, 10, "AdamW steps with 8-bit and 4-bit moments, compared with 32 bits")
+    _add_kind(kinds, "optimizer", _optimizer, 10, "compare AdamW steps with 8-bit, 4-bit and 32-bit moments")
     return parser
 
 
 def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str) -> argparse.ArgumentParser:
-    """Add a benchmark with the shared options.
+    """Add a benchmark with the options that all benchmarks share, and return its parser.
 
     `rounds` is the default value of ``--rounds``, or None to omit this option.
     """
@@ -148,7 +148,7 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
         )
     sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the type for autocast")
+    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the autocast dtype")
     sub.add_argument("--allocator", choices=CHOICES, default="auto", help="default auto; see conf/train.yaml")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     add_columns_option(sub)
@@ -156,24 +156,24 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
 
 
 def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: str) -> None:
-    """Add the argument for recipes, whose `nargs` is `recipes`, and the options of the measured network."""
+    """Add the argument for recipes and the options of the measured network. `recipes` is `nargs` of this argument."""
     default = " (default: last_stage lbp_wht)" if recipes == "*" else ""
     sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"method with settings{default}")
-    sub.add_argument("--model", default=model, help=f"model in conf/model or timm (default {model})")
+    sub.add_argument("--model", default=model, help=f"name of a model in conf/model or in timm (default {model})")
     sub.add_argument("--batch", type=count, default=batch, help=f"batch size (default {batch})")
-    sub.add_argument("--size", type=count, help="image size in pixels (default: the model's size)")
+    sub.add_argument("--size", type=count, help="image size in pixels (default: the image size of the model)")
     sub.add_argument("--classes", type=count, default=100, help="number of classes (default 100)")
 
 
 def _set_up(options: argparse.Namespace) -> str:
     """Set up the allocator, the threads and the device of this process. Return the name of the allocator."""
     restart_with(options.allocator, "--allocator")
-    allocator = use_allocator(options.allocator, "--allocator")  # before the first tensor is created
+    allocator = use_allocator(options.allocator, "--allocator")  # must be set before the first tensor is created
     import torch
 
     if options.threads:
         most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
-        if options.threads > most:  # torch's libraries end the process if they cannot start all threads
+        if options.threads > most:  # torch ends the process if it cannot start all threads.
             raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
         torch.set_num_threads(options.threads)
     _require_device(options.device)
@@ -202,7 +202,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
 def _command(arguments: Sequence[str], file: Path | None) -> str:
     """Return the command line that the report records.
 
-    An absolute path of the JSON file is replaced by a relative path or by its name.
+    An absolute path of the JSON file is replaced by a relative path, or by the file name.
     """
     words = [*PROG.split(), *arguments]
     if file is not None and file.is_absolute():
@@ -221,13 +221,13 @@ def _require_device(name: str) -> None:
         raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
     accelerator = torch.accelerator.current_accelerator()
     if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
-        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # e.g. the meta device, which stores no data
+        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # For example, the meta device stores no data.
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
 
 def _configure(model: str | None, overrides: Sequence[str]) -> Config:
-    """Return the checked configuration of a run with random weights; see `efficient_ft.bench.recipes.Configure`."""
+    """Return the checked configuration of a run with random weights. See `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.rows import merged
 
@@ -240,7 +240,7 @@ def _configure(model: str | None, overrides: Sequence[str]) -> Config:
     return configured(merged(*chosen, *overrides))
 
 
-#: Settings for networks other than image classifiers, for each task. No data is read.
+#: Settings for each task other than image classification. No data is read.
 _TASKS = {
     "segmentation": ["task=segmentation", "data=mask_folder", "data.root=none"],
     "text": ["task=text", "data=text_folder", "data.root=none"],
@@ -248,10 +248,10 @@ _TASKS = {
 
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
-    """Return the task settings for a model in conf/model, or [] if `overrides` set the task."""
+    """Return the task settings for a model in conf/model, or an empty list if `overrides` set the task."""
     from efficient_ft.config import ModelConfig
 
-    # The option is not validated, since it may lack a name that the user must set.
+    # The configuration is not validated, because it may lack a name that the user must set.
     task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).family
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
@@ -269,7 +269,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 
     texts = options.recipes or ["last_stage", "lbp_wht"]
     recipes = parse_recipes(texts, CONF)
-    # Memory is measured first, while this process is small. Timing keeps all recipes in memory.
+    # Memory is measured first, because timing keeps all recipes in the memory of this process.
     records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
@@ -279,7 +279,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
     report = measure_steps(recipes, _configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
-            report["notes"].append(f"{name}: the process memory was not measured: {record['failure']}")
+            report["notes"].append(f"The process memory of {name} was not measured: {record['failure']}")
         else:
             report["recipes"][name]["process"] = {key: record[key] for key in PROCESS_KEYS}
     return report
@@ -309,11 +309,11 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the memory of a recipe in a separate process.
 
-    Return the record, or the reason for a failure as ``failure``.
+    Return the record, or a dict with the reason as ``failure`` if the process fails.
     """
     from efficient_ft.cli.hydra import processes
 
-    print(paragraph(f"# measuring the memory of {name}", "#   "), flush=True)
+    print(paragraph(f"# Measuring the memory of the recipe {name}", "#   "), flush=True)
     arguments = [text, "--alone"]
     shared = "model batch size classes threads device dtype optim steps warmup allocator"
     for key in shared.split():

@@ -29,25 +29,25 @@ images with their labels, masks over their images, truncated texts. Pass the set
 are shown at 224x224. The exit status is 1 if training would reject the data.
 """
 
-#: Maximum number of reasons in the output, and of unusable samples per reason.
+#: Maximum number of reasons in the output, and maximum number of unusable samples for each reason.
 _SHOWN, _EXAMPLES = 10, 3
 #: Default model of each task. If no model is given, samples are prepared for the input of this model.
 _MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the data of a run. Return 1 if training would reject the data, else 0."""
+    """Check the data of a run. Return 1 if training would reject the data, and 0 otherwise."""
     parser = argparse.ArgumentParser(prog="efficient-ft check", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     parser.add_argument("--html", action="store_true", help="also write the contact sheet as an HTML page")
     number = integer(1, 1000)
-    parser.add_argument("--samples", type=number, default=24, metavar="N", help="samples on the sheet (default 24)")
+    parser.add_argument("--samples", type=number, default=24, metavar="N", help="number of samples shown (default 24)")
     folder = Path("outputs/check")
     parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help="output folder (default outputs/check)")
     options = parser.parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
-            raise SettingError("evaluate", word[9:], "unset with check", "The command checks data, not runs.")
+            raise SettingError("evaluate", word[9:], "unset with check", "efficient-ft check does not evaluate runs.")
     words, note = with_task(options.settings)
     from efficient_ft.cli.hydra.compose import configured
 
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     """Add the task and a default model to the settings of a run if they are missing.
 
-    Also return a note if no model is given.
+    Return the settings and a note, which is empty unless a default model is added.
     """
     from efficient_ft.data.published import MASK_SETS, TEXT_SETS
 
@@ -98,11 +98,11 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
     if task not in _MODELS:
         example = "model=bert_base, or model=text model.name=bert model.weights=DIR"
         raise UserError(f"data={data} requires a model with a tokenizer. Add {example}.")
-    return [*words, *more, f"model={_MODELS[task]}"], f"No model is given: samples are prepared for {_MODELS[task]}."
+    return [*words, *more, f"model={_MODELS[task]}"], f"No model is given. Samples are prepared for {_MODELS[task]}."
 
 
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
-    """Print the unusable samples. Return True if they would stop a training run."""
+    """Print the unusable samples. Return True if unusable samples would stop a training run."""
     from efficient_ft.core.text import printable
     from efficient_ft.data.counts import counted
     from efficient_ft.training.output.console import say
@@ -111,7 +111,7 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     if not problems:
         return False
     stops = config.data.on_corrupt == "stop"
-    do = "Correct them, or set data.on_corrupt=skip to skip them." if stops else "They are skipped."
+    do = "Correct these samples, or skip them with data.on_corrupt=skip." if stops else "These samples are skipped."
     say(f"{counted(len(problems), 'sample')} cannot be used. {do}")
     groups: dict[str, dict[str, str]] = {}
     for path, why in problems.items():
@@ -130,7 +130,7 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     if len(groups) > _SHOWN:
         say(f"  … and {counted(len(groups) - _SHOWN, 'more reason')}.")
     if len(problems) > _EXAMPLES:
-        say("  The file check.json lists all of them.")
+        say("  The file check.json lists all unusable samples.")
     return stops
 
 
@@ -143,13 +143,13 @@ def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, fou
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be created ({error.strerror}). Choose another folder.") from error
+        raise UserError(f"The folder {out} cannot be created ({error.strerror}). Choose another --out.") from error
     files = []
     for task, part in data.parts.items():
         try:
             sheet = contact_sheet(part, spec, options.samples)
         except UserError as error:
-            say(f"No contact sheet is written: {error}")
+            say(f"The contact sheet was not written: {error}")
             continue
         stem = f"{task}_samples" if task else "samples"
         files.append(out / f"{stem}.png")

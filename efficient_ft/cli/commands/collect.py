@@ -35,8 +35,8 @@ def _percent(points: float) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder of runs (default: list them)")
-    parser.add_argument("--runs", action="store_true", help="print a row for every run, without averaging")
+    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder of runs (default: list runs)")
+    parser.add_argument("--runs", action="store_true", help="print one row for each run, without averaging")
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_args(arguments)
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.folder is None:
         print(run_folders("collect", "DIR"))
         return
-    found = collect(options.folder, lambda done, of: status(f"read {done} of {of} run folders"))
+    found = collect(options.folder, lambda done, of: status(f"Reading run folders: {done} of {of}"))
     status("")
     header, rows = run_rows(found) if options.runs else group_rows(found)
     if options.form == "text":
-        # The heading names the models and data sets, which are not shown in columns if all runs share them.
+        # The heading names the models and data sets, because a column with only one value may be hidden.
         models = ", ".join(dict.fromkeys(run.config.model.name for run in found.runs))
         data = ", ".join(dict.fromkeys(run.data for run in found.runs))
         print(paragraph(f"{len(found.runs)} run{'s' * (len(found.runs) > 1)} of {models} on {data}") + "\n")
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         note(sentence)
 
 
-#: Columns of numbers with readable units.
+#: Columns whose numbers are printed with units.
 _NUMBERS = {
     "best accuracy %": Column(1, _percent, "best accuracy"),
     "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
@@ -78,7 +78,9 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """Return the columns in this order: names, accuracy and cost, settings that differ, and further columns."""
+    """Return the columns in this order: names, accuracy and cost, settings that differ between runs, and further
+    columns.
+    """
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),

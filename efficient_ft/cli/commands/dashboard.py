@@ -1,4 +1,4 @@
-"""``efficient-ft dashboard RUN|DIR...``: upload finished runs to Weights & Biases, with a report."""
+"""``efficient-ft dashboard RUN|DIR...``: upload finished runs to Weights & Biases, and create a report."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ memory and time. --offline stores the runs for `wandb sync`, and the panels as J
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Upload runs. Print their names, and the address of the report or the paths of the written files."""
+    """Upload runs. Print the names of the runs, and the address of the report or the paths of the written files."""
     parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="project name (default: efficient-ft)")
-    parser.add_argument("--entity", help="user or team (default: the logged-in user)")
+    parser.add_argument("--entity", help="user or team that owns the project (default: the logged-in user)")
     parser.add_argument("--title", default="efficient-ft", help="title of the report")
     store = "store the runs instead of uploading them, as with WANDB_MODE=offline"
     parser.add_argument("--offline", action="store_true", help=store)
@@ -44,6 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     panels = options.out / "panels.json"
     write_panels(panels, options.title)
     if offline:
-        show(f"Written: {shown_path(options.out / 'wandb')} (`wandb sync` sends it), {shown_path(panels)}")
+        show(f"Written: {shown_path(options.out / 'wandb')} (for `wandb sync`) and {shown_path(panels)}")
         return
     print(create_report(options.title, options.project, options.entity))

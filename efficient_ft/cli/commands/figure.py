@@ -23,10 +23,10 @@ images. Without arguments, the command lists the figures.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw a figure, and print the paths of the files."""
+    """Draw a figure, and print the paths of the written files."""
     parser = argparse.ArgumentParser(prog="efficient-ft figure", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("figure", nargs="?", metavar="FIGURE", help="PAPER/figure_N, for example alast/figure_8")
-    of = "run folders or folders of runs, or settings of the model and images"
+    of = "run folders, folders that contain runs, or settings of the model and images"
     parser.add_argument("of", nargs="*", metavar="RUN|DIR|KEY=VALUE", help=of)
     folder = Path("figures")
     parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="output folder (default: figures)")
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         chart = model_figures.model_figure(options.figure, configured(options.of))
     elif options.figure in paper_figures.FIGURES:
         if not options.of:
-            raise UserError(f"{options.figure} is drawn from runs. Pass run folders, or a folder of runs.")
+            raise UserError(f"The figure {options.figure} is drawn from runs. Pass run folders, or a folder of runs.")
         found = collect_paths([Path(one) for one in options.of])
         for sentence in notes(found, means=True):
             say_note(sentence)

@@ -26,14 +26,14 @@ keeps existing rows of other image sizes, so that sizes can be measured separate
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the study, print its tables, and write JSON if `--json` is given."""
+    """Run the study, print its tables, and write the results as JSON if `--json` is given."""
     program = "efficient-ft gradient-error"
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
     parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
     parser.add_argument(
-        "--images", type=Path, required=True, help="held-out images, FOLDER/CLASS/*, in sorted class order"
+        "--images", type=Path, required=True, help="folder of held-out images (FOLDER/CLASS/*, classes in sorted order)"
     )
-    parser.add_argument("--model", default="vit_micro", help="timm name of the network (vit_micro)")
+    parser.add_argument("--model", default="vit_micro", help="timm name of the network (default: vit_micro)")
     side = integer(1, LARGEST_SIDE)
     parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
     parser.add_argument(
@@ -41,17 +41,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--batch", type=count, default=64, help="batch size")
     parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
-    parser.add_argument("--profile-batches", type=count, default=4, help="other batches on which LHE selects bases")
-    parser.add_argument("--headroom", action="store_true", help="also use bases calibrated on each layer's gradients")
-    parser.add_argument("--finetune", type=Path, help="also measure while fine-tuning on FOLDER/train, FOLDER/test")
+    parser.add_argument("--profile-batches", type=count, default=4, help="number of batches for selecting LHE bases")
+    parser.add_argument("--headroom", action="store_true", help="also measure bases that are calibrated on each layer")
+    parser.add_argument("--finetune", type=Path, help="also measure during fine-tuning on FOLDER/train, FOLDER/test")
     parser.add_argument("--finetune-steps", type=count, default=200)
     parser.add_argument("--finetune-batch", type=count, default=16)
     parser.add_argument("--finetune-lr", type=_rate, default=3e-4)
     parser.add_argument(
-        "--finetune-batches", type=count, default=2, help="number of disjoint batches to measure in each state"
+        "--finetune-batches",
+        type=count,
+        default=2,
+        help="number of disjoint batches to measure in each state",
     )
     parser.add_argument("--seed", type=seed, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all numbers to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     add_columns_option(parser)
     settings = vars(parser.parse_args(arguments))
     sizes, file, columns = (settings.pop(key) for key in ("sizes", "json", "columns"))
@@ -60,15 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     study = Study(**settings)
     results: list[dict[str, Any]] = []
     if file is not None:
-        read_records(file)  # raises an error before the measurement if the file is damaged
+        read_records(file)  # A damaged file must raise an error before the measurement.
     for size in sizes:
         results += run_study(study, size, lambda text: print(paragraph(text), file=sys.stderr, flush=True))
         if file is not None:
             save(file, study, results)
     for state in dict.fromkeys(r["state"] for r in results):
-        print(f"\nWhole network, {state}: relative error (cosine); *: smallest error of the row\n")
+        print(f"\nRelative error (and cosine) of all gradients, {state}; * marks the smallest error of a row\n")
         print(_table(*network_rows(results, state), columns))
-        print(f"\nRelative error by group of gradients, {state}\n")
+        print(f"\nRelative error of each group of gradients, {state}\n")
         print(_table(*group_rows(results, state), columns))
 
 
@@ -78,7 +81,7 @@ def _rate(given: str) -> float:
     except ValueError:
         rate = 0.0
     if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number > 0, got {given}")
+        raise argparse.ArgumentTypeError(f"must be a positive number, got {given}")
     return rate
 
 

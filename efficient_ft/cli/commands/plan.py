@@ -51,14 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Plan a run and print the plan. The exit status is 1 if no recipe is within the limits."""
     parser = argparse.ArgumentParser(prog="efficient-ft plan", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE and settings of the run")
-    parser.add_argument("--all", action="store_true", help="print all recipes that fit, not only the Pareto front")
+    parser.add_argument("--all", action="store_true", help="print all fitting recipes, not only the Pareto front")
     limit = "time after which no further recipe is examined, e.g. 5m (default 60s)"
     parser.add_argument("--planning-time", default="60s", metavar="TIME", help=limit)
     add_columns_option(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the plan to FILE")
-    parser.add_argument("--figure", type=Path, metavar="FILE", help="also plot peak and time to FILE.png, FILE.csv")
+    parser.add_argument("--figure", type=Path, metavar="FILE", help="also plot memory and time (FILE.png, FILE.csv)")
     parser.add_argument("--trial", nargs=2, type=float, help=argparse.SUPPRESS)
-    calibration = "compare predictions with the measurements of runs with memory="
+    calibration = "compare predictions with measurements of runs that set memory=SIZE"
     parser.add_argument("--calibration", type=Path, nargs="+", metavar="DIR", help=calibration)
     options = parser.parse_intermixed_args(arguments)
     if options.calibration is not None:
@@ -80,13 +80,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_PLAN)
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
-        raise UserError("Pass the budget as memory=SIZE, for example memory=4GB.")
-    parse_bytes("memory", own["memory"])  # reports mistakes before libraries are loaded
+        raise UserError("The memory budget is missing. Pass memory=SIZE, for example memory=4GB.")
+    parse_bytes("memory", own["memory"])  # Mistakes must be reported before libraries are loaded.
     if "time" in own:
         parse_seconds("time", own["time"])
     loss, split = own.get("loss", "1"), own.get("split", "false").lower()
     if not re.fullmatch(r"\d+(\.\d+)?|\.\d+", loss):
-        raise SettingError("loss", loss, "a number of points >= 0", "Example: loss=1.")
+        raise SettingError("loss", loss, "a number of percentage points >= 0", "Example: loss=1.")
     if split not in ("true", "false"):
         raise SettingError("split", own["split"], ("true", "false"))
     parse_seconds("--planning-time", options.planning_time)
@@ -122,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _print_examined(one: Examined) -> None:
     status("")
     if one.number == 1:
-        print("Examined recipes, and the budget that each requires:", flush=True)
+        print("Examined recipes, and the memory budget that each recipe requires:", flush=True)
     needs = "" if one.needed_bytes is None else format_bytes(one.needed_bytes)
     verdict = "fits" if one.fits else "above the budget" if one.needed_bytes is not None else "not possible"
     start = f"{one.number:>{len(str(one.of))}}/{one.of}  {needs:>8}  {verdict:<16}  "
@@ -150,18 +150,19 @@ def plan(
     Args:
         settings: settings of the run as on the command line (``"model=deit_small", "data=cifar100"``). With
             ``method=...``, every recipe uses these methods.
-        memory: memory budget of the process including interpreter and libraries, with a unit, e.g. ``"4GB"``. On a
-            GPU, the budget applies to the reserved memory.
+        memory: memory budget with a unit, e.g. ``"4GB"``. On a CPU, the budget applies to the process including the
+            interpreter and libraries. On a GPU, the budget applies to the reserved memory.
         time: budget of training time with a unit, e.g. ``"2h"``, or None for no limit.
         loss: acceptable loss of test accuracy relative to full fine-tuning, in percentage points.
-        split: True to allow micro-batches, whose gradients are accumulated.
-        planning_time: time after which no further recipe is examined, with a unit. The smallest recipes are always
-            examined.
+        split: if True, allow micro-batches with gradient accumulation.
+        planning_time: time limit with a unit. No further recipe is examined after this time. The smallest recipes are
+            always examined.
         say: function that is called with a description of the current step.
         ready: function that is called with each examined recipe.
 
     Returns:
-        A `efficient_ft.planning.Plan` with the options, the excluded recipes with reasons, and the recommended option.
+        An `efficient_ft.planning.Plan` that contains the options, the excluded recipes with reasons, and the
+        recommended option.
 
     Raises:
         UserError: If a setting cannot be used.
@@ -184,7 +185,7 @@ def plan(
 
 
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
-    """Try a recipe in a separate process; see `efficient_ft.planning.planner.Attempt`."""
+    """Try a recipe in a separate process. See `efficient_ft.planning.planner.Attempt`."""
     from efficient_ft.cli.hydra import processes
     from efficient_ft.planning import Trial
 

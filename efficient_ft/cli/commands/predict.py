@@ -17,7 +17,7 @@ from efficient_ft.record.files import json_text
 if TYPE_CHECKING:
     from efficient_ft.training.kinds.base import Predictions
 
-#: Maximum width of class names in terminal columns.
+#: Maximum width of class names, in columns of the terminal.
 _WIDEST = 60
 
 DESCRIPTION = """\
@@ -33,30 +33,30 @@ If the images are in folders named after classes, the command also prints the ac
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the most probable classes of each image or line of text, or write the predicted masks for segmentation.
+    """Print the most probable classes of each image or line of text, or write the predicted masks of images.
 
     Raises:
         UserError: If the run, a file or the device does not exist, or a file cannot be read.
     """
     parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
-    files = "image files or folders of images; with task=text, files of lines (- is standard input)"
+    files = "image files or folders of images; for texts, files with one text per line (- for standard input)"
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
-    parser.add_argument("--task", help="data set whose classes are predicted, if the run used several")
-    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes printed per item (default 5)")
+    parser.add_argument("--task", help="data set whose classes are predicted (for runs on several data sets)")
+    parser.add_argument("--top", type=count, default=5, metavar="K", help="classes to print for each item (default 5)")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with a row per item")
-    form.add_argument("--json", dest="form", action="store_const", const="json", help="print a JSON list of objects")
+    form.add_argument("--csv", dest="form", action="store_const", const="csv", help="print CSV with one row per item")
+    form.add_argument("--json", dest="form", action="store_const", const="json", help="print items as a JSON list")
     parser.add_argument("--batch-size", type=count, default=32, metavar="N", help="batch size (default 32)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder for masks (default: RUN/masks)")
-    parser.add_argument("--overlay", action="store_true", help="also write the images overlaid with class colors")
+    parser.add_argument("--overlay", action="store_true", help="also write images with overlaid class colors")
     parser.add_argument("--device", help="cpu, cuda or mps (default: cuda if available)")
     options = parser.parse_args(arguments)
     if options.run is None:
         print(run_folders("predict", "RUN FILE..."))
         return
     if not options.files:
-        raise UserError("Pass image files or folders of images, or text files for a run with task=text.")
+        raise UserError("No files are given. Pass image files, folders of images, or text files (task=text).")
     import torch
 
     from efficient_ft.training.kinds.base import PredictOptions
@@ -66,11 +66,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     trained = export.load(options.run, options.task)
     if trained.tasks and options.task is None:
-        raise UserError(f"{options.run} was trained on several data sets. Pass --task {' or '.join(trained.tasks)}.")
+        raise UserError(
+            f"The run {options.run} was trained on several data sets. Pass --task {' or '.join(trained.tasks)}."
+        )
     try:
         trained.model.to(device)
     except (RuntimeError, AssertionError) as error:
-        raise UserError(f"--device {device} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise UserError(f"--device {device}: the device cannot be used ({str(error).splitlines()[0]}).") from error
     keys = ("run", "files", "top", "batch_size", "form", "out", "overlay")
     chosen = PredictOptions(**{key: getattr(options, key) for key in keys})
     _print(kind_named(trained.task).predictions(trained, chosen), trained.class_names, options.form)

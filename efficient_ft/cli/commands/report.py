@@ -27,12 +27,12 @@ evaluation split.
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figures of one run, or write the page of several runs, and print the paths of the files."""
+    """Draw the figures of one run, or write the page of several runs, and print the paths of the written files."""
     parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
-    images = "number of images with kept tokens (default 6)"
+    images = "number of images to draw with their kept tokens (default 6)"
     parser.add_argument("--images", type=count_or_zero, default=6, metavar="N", help=images)
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first one)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first RUN)")
     options = parser.parse_args(arguments)
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))
@@ -42,12 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.report.runs import write_runs_page
 
     first = options.runs[0]
-    # A finished run without recorded statistics is written as a page of several runs.
+    # A finished run without recorded statistics is shown on the page for several runs.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
     finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     out = options.out or first / "report"
     if options.out is None:
-        refuse_link(out)  # A run folder may come from another person.
+        refuse_link(out)  # A run folder from another person may contain a link.
     try:
         if len(options.runs) > 1 or below or finished:
             print(plain_line(str(write_runs_page(options.runs, out))))
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if error.filename is None or not Path(os.fsdecode(error.filename)).is_relative_to(out):
             raise
         reason = (error.strerror or str(error)).lower()
-        raise UserError(f"{error.filename} cannot be written ({reason}). Choose another --out FOLDER.") from error
+        raise UserError(f"The file {error.filename} cannot be written ({reason}). Change --out.") from error
     for note in notes:
         say_note(note, file=sys.stdout)
     print("\n".join(plain_line(str(file)) for file in written))

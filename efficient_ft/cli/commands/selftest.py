@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: test the promises of docs/promises.md with the trials in tests/promises of a checkout."""
+"""``efficient-ft selftest``: test the promises in docs/promises.md with the trials in tests/promises."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected trials. Return 1 if a trial fails. Raise a `UserError` on Windows and outside of a checkout."""
+    """Run the selected trials. Return 1 if a trial fails, and 0 otherwise. Windows and installed packages are not
+    supported.
+    """
     parser = argparse.ArgumentParser(prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument(
         "promise", nargs="*", type=int, metavar="NUMBER", help="number of a promise (default: all promises)"
     )
-    parser.add_argument("--long", action="store_true", help="run all trials instead of a selection")
-    parser.add_argument("--only", default="", metavar="TEXT", help="run only trials with TEXT in their names")
-    parser.add_argument("--jobs", type=count, default=2, help="parallel trials, each with one thread (default 2)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also add a record to FILE")
+    parser.add_argument("--long", action="store_true", help="run more trials, which also take longer")
+    parser.add_argument("--only", default="", metavar="TEXT", help="run only trials whose names contain TEXT")
+    parser.add_argument("--jobs", type=count, default=2, help="number of parallel, single-threaded trials (default 2)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also append a record of the trials to FILE")
     parser.add_argument("--keep", action="store_true", help="keep the folders of failed trials")
     options = parser.parse_args(arguments)
     if sys.platform == "win32":

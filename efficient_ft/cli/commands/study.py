@@ -43,22 +43,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="folder that contains study.yaml")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for this machine")
     parser.add_argument("--rows", type=words, default=[], metavar="ROW,...", help="only these rows (default: all)")
-    parser.add_argument("--tune-only", action="store_true", help="run only the tuning, not the other seeds")
+    parser.add_argument("--tune-only", action="store_true", help="run only the tuning, without further seeds")
     parser.add_argument("--report", action="store_true", help="print the table without starting a run")
     add_columns_option(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.folder is None:
         found = sorted(file.parent for depth in ("*", "*/*") for file in Path().glob(f"{depth}/study.yaml"))
         lines = ["Studies here:", *(f"  {plain_line(str(folder))}" for folder in found)]
-        none = ["No study.yaml was found in subfolders up to two levels deep."]
+        none = ["No study.yaml was found up to two levels below the current folder."]
         print("\n".join(["Usage: efficient-ft study FOLDER", *(lines if found else none)]))
         return
     check_settings(options.settings)
     for key in (word.partition("=")[0] for word in options.settings):
         if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
-                f"{key} changes the runs of the study. Set it in {options.folder / 'study.yaml'}. The command line"
-                f" accepts only {', '.join(OF_THIS_MACHINE)}, which are not recorded."
+                f"The setting {key} changes the runs of the study. Set {key} in {options.folder / 'study.yaml'}. The"
+                f" command line accepts only settings that are not recorded: {', '.join(OF_THIS_MACHINE)}."
             )
     from efficient_ft.config import setting_names
     from efficient_ft.record.study import Records, chosen_rows
@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = chosen_rows(records.study, options.rows)
     for name in records.study.tune.ignore:
         if name not in setting_names() and not name.startswith("method."):
-            raise UserError(f"tune.ignore names {name}: there is no such setting.{did_you_mean(name, setting_names())}")
+            raise UserError(f"tune.ignore lists {name}, which is not a setting.{did_you_mean(name, setting_names())}")
     failed = False
     if not options.report:
         tried: set[StudyRun] = set()  # Failed runs are not repeated.
@@ -99,9 +99,9 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:
-            raise UserError(f"{title} does not train, since it sets cost_only or evaluate. Remove this setting.")
+            raise UserError(f"The run {title} does not train with cost_only or evaluate. Remove this setting.")
         if same := next((other for other in jobs if other.folder == job.folder), None):
-            raise UserError(f"{title} and {same.title} are the same run. Remove one of the rows.")
+            raise UserError(f"The runs {title} and {same.title} are identical. Remove one of the rows.")
         jobs.append(job)
         run_of[id(job)] = run
     if not jobs:
@@ -118,14 +118,16 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)
     except SystemExit as end:
-        # Status 1 means that a job has failed, and the table lists it. Any other status ends the study.
+        # Status 1 means that a job has failed. The table lists failed jobs. Any other status ends the study.
         if end.code != 1:
             raise
     return any(job.failure is not None and not job.diverged for job in jobs)
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Raise a `UserError` before any run starts if its images differ from the images of the records."""
+    """Raise a `UserError` if the images of a run differ from the recorded images. Call this function before any run
+    starts.
+    """
     if not any(record.get("images") for record in records.runs):
         return
     from efficient_ft.config import data_configs
@@ -140,7 +142,7 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
 
 
 def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -> str:
-    """Return the table of the finished runs in `rows`, and notes on missing runs."""
+    """Return a table of the finished runs in `rows`, followed by notes on missing runs."""
     from efficient_ft.report.studies import notes, study_cells
 
     header, lines = study_cells(records, rows)

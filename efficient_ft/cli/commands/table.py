@@ -39,7 +39,7 @@ accuracies side by side. KEY=VALUE settings are added to the command of every ru
 same settings.
 """
 
-#: Names of metrics in headers, by prefix of the accuracy column.
+#: Names of metrics in headers, keyed by the prefix of the accuracy column.
 _KINDS = {"acc": "accuracy", "miou": "mean IoU"}
 #: Maximum number of missing runs that a report lists.
 _NAMED = 8
@@ -47,9 +47,8 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class CellRun:
-    """A run that reproduces an accuracy of a table.
-
-    It belongs to a row, an accuracy column (None if the run reproduces all columns of the row), and a seed.
+    """A run that reproduces an accuracy of a published table. The run belongs to a row, an accuracy column (or None if
+    the run reproduces all columns of the row), and a seed.
     """
 
     row: Row
@@ -81,18 +80,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
         others = len(settings) > len(roots)
         if options.run or options.report or options.commands or options.cost or options.rows or others:
-            raise UserError("Name a table before rows and settings. `efficient-ft table [data.root=DIR]` lists them.")
+            raise UserError("The table must come first. `efficient-ft table [data.root=DIR]` lists all tables.")
         _list(roots[-1] if roots else "./data", options)
         return
     check_settings(options.settings)
     table = published_table(options.table)
     rows = chosen_rows(table, options.rows)
     if options.cost and options.settings:
-        raise UserError(f"{options.settings[0]}: --cost uses only the settings of the table. Remove this setting.")
+        raise UserError(f"{options.settings[0]}: --cost does not accept settings. Remove this setting.")
     if options.commands and options.form != "text":
-        raise UserError(f"--form {options.form}: --commands prints shell commands. Remove --form.")
+        raise UserError(f"--form {options.form} cannot be combined with --commands. Remove --form.")
     if options.run and options.form not in ("text", "markdown"):
-        raise UserError(f"--form {options.form}: --run prints the output of its runs. Use --report after the runs.")
+        raise UserError(f"--form {options.form} cannot be combined with --run. Use --report after the runs.")
     if options.cost:
         from efficient_ft.cli.commands.table_costs import print_costs
 
@@ -112,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.run:
             run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs)
-    finally:  # The results are reported even after a failure.
+    finally:  # The results are reported even if a run has failed.
         if options.run:
             write_sweep_table(Path("outputs"), [job.folder for job in jobs])
         print(_report(table, rows, runs, jobs, settings, options))
@@ -152,7 +151,7 @@ def state_of(table: Table, root: str = "./data") -> str:
     missing = [data for data in needed if data not in here]
     absent = [f"not in {root}: {', '.join(missing)}"] if missing else []
     ready = [cell for cell in runs if cell.data in here]
-    # A network is built for a task, which is the same for all runs of a table.
+    # The network depends on the task. All runs of a table have the same task.
     task = next((word for cell in ready for word in cell.arguments if word.startswith("task=")), None)
     models = sorted({cell.arguments[0] for cell in ready})
     without = [model for model in models if not _weights(model, task and (task, f"data={ready[0].data}"))]
@@ -185,12 +184,12 @@ def present(data: str, root: str = "./data") -> bool:
 
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
-    """Return the published numbers. The text and Markdown formats also contain notes and the deviations of our runs."""
+    """Return the published numbers as a table. Text and Markdown also contain notes and the deviations of our runs."""
     from efficient_ft.papers.published import COSTS, PAPERS
 
     figures = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
-    # For a table without numbers (formulas, architectures), the text columns are shown.
+    # If a table contains no numbers (for example, only formulas), its text columns are shown.
     stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
     header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
     lines: list[list[Cell]] = []
@@ -212,19 +211,19 @@ def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> st
     if table.reason:
         parts.append(f"Not run: {table.reason}")
     different = dict.fromkeys(note for row in rows for cell in row.cells.values() for note in cell.deviations)
-    parts += _listed("Our runs differ from the paper:", list(different))
+    parts += _listed("Our runs differ from the paper as follows:", list(different))
     parts += _listed("In the paper:", table.notes)
     return "\n\n".join([_filled(part, options.form) if part != shown else part for part in parts])
 
 
 def _title(column: str) -> str:
-    """Return the header of an accuracy column: ``acc_cifar10`` → ``accuracy cifar10``."""
+    """Return the header of an accuracy column, e.g. ``accuracy cifar10`` for ``acc_cifar10``."""
     kind, _, data = column.partition("_")
     return f"{_KINDS.get(kind, kind)} {data}"
 
 
 def _filled(part: str, form: str) -> str:
-    """Return a part of the output. In text format, its lines are wrapped to the terminal."""
+    """Return a part of the output. In text format, lines are wrapped to the width of the terminal."""
     if form != "text":
         return part
     return "\n".join(paragraph(line, "  " if line.startswith("- ") else "") for line in part.split("\n"))
@@ -238,7 +237,7 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
     from efficient_ft.cli.hydra.rows import merged, of_tasks
 
     if not any(row.runs for row in rows):
-        raise UserError(f"{table.name} has no accuracies that can be reproduced. {table.reason or ''}".rstrip())
+        raise UserError(f"The table {table.name} has no reproducible accuracies. {table.reason or ''}".rstrip())
     for row in rows:
         own = of_tasks(settings, row.tasks)
         for seed in seeds:
@@ -257,9 +256,9 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
         config = configured(one.arguments)
         title = " ".join([one.row.name, *([one.column] if one.column else []), f"seed={one.seed}"])
         if config.cost_only or config.evaluate is not None:
-            raise UserError(f"{title} does not train with cost_only or evaluate. For costs, use table NAME --cost.")
+            raise UserError(f"The run {title} does not train with cost_only or evaluate. For costs, use --cost.")
         if any(argument.startswith("hydra.run.dir=") for argument in one.arguments):
-            raise UserError("hydra.run.dir: every run of a table requires a separate folder in outputs. Remove it.")
+            raise UserError("hydra.run.dir: each run of a table requires a separate folder. Remove this setting.")
         jobs.append(Job(one.arguments, title, folder_of(config), config))
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):
@@ -304,12 +303,12 @@ def _report(
         for one in notes:
             show(one, sys.stderr)
         return shown
-    title = f"{table.name}: {table.title} (%, mean [min…max] over seeds)"
+    title = f"{table.name}: {table.title} (values in %, mean [min…max] over seeds)"
     return "\n\n".join([_filled(title, options.form), shown, *(_filled(one, options.form) for one in notes)])
 
 
 def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, str], list[float]]:
-    """Return the accuracies of the finished runs by row and column, and set the results of the jobs."""
+    """Return the accuracies of the finished runs, keyed by row and column, and set the results of the jobs."""
     from efficient_ft.cli.hydra.jobs import finished
     from efficient_ft.record.results import final_accuracy
 
@@ -341,14 +340,14 @@ def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
     if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
         notes.append(f"The runs have settings that differ from the table: {' '.join(other)}.")
     if missing:
-        more = f" and {len(missing) - _NAMED} more (--commands lists all)" if len(missing) > _NAMED else ""
+        more = f" and {len(missing) - _NAMED} more (--commands lists all runs)" if len(missing) > _NAMED else ""
         named = ", ".join(job.title for job in missing[:_NAMED])
         notes.append(f"{len(missing)} of {len(jobs)} runs are missing: {named}{more}.")
     if len(missing) == len(jobs):
         notes.append("A report includes only runs with the same settings. Repeat the settings passed to --run.")
     notes += [f"Not read: {job.title}: {reason}" for job in missing if (reason := not_read(job.folder))]
     if limited:
-        notes.append(f"Evaluated on a part of the images (trainer.limit_eval_batches): {', '.join(limited)}.")
+        notes.append(f"trainer.limit_eval_batches restricts the evaluated images of these runs: {', '.join(limited)}.")
     return notes
 
 

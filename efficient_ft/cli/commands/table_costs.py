@@ -1,4 +1,6 @@
-"""Print the published costs of a table with two counts of ours: by the paper's rule, and from an executed step."""
+"""Print the published costs of a table next to two counts of this project: by the paper's rule, and from an executed
+step.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Relative difference from the published number above which a reason for the difference is printed.
+#: If a count differs from the published number by more than this relative difference, the reason is printed.
 TOLERANCE = 0.02
 
 #: Columns that only the paper's rule can count.
 _BY_RULE = ("train_memory_mb", "activation_memory_mb", "train_memory_reduction")
 
-#: Number of training images of the data sets in ALaST's tables. Flowers-102 excludes validation images
+#: Number of training images of each data set in ALaST's tables. Flowers-102 excludes validation images
 #: (``data.train_on_val=false`` in its recipes).
 IMAGES = {"flowers102": 1020, "cifar100": 50_000, "food101": 75_750}
 
@@ -50,12 +52,12 @@ class CostCell:
 
     @property
     def deviation(self) -> float | None:
-        """Relative difference between our count and the published number. The count by the rule is preferred."""
+        """Relative difference of our count from the published number. The count by the paper's rule is preferred."""
         return None if self._ours is None else self._ours / self.printed - 1
 
     @property
     def agrees(self) -> bool:
-        """True if our count is within `TOLERANCE` of the published number, or rounds to it."""
+        """Return True if our count is within `TOLERANCE` of the published number, or rounds to it."""
         if self._ours is None:
             return False
         distance = abs(self._ours - self.printed)
@@ -66,15 +68,14 @@ class CostCell:
         return self.executed if self.rule is None and self.column not in _BY_RULE else self.rule
 
 
-#: Function that counts a step, given the arguments of its run.
+#: Function that counts the costs of a step, given the arguments of a run.
 Step = Callable[[tuple[str, ...]], Executed]
 Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """Return the published costs of a row with our counts.
-
-    `step` is a function that counts a step. By default, the step is counted in this process.
+    """Return the published costs of a row with our counts. `step` is a function that counts a step. By default, steps
+    are counted in this process.
     """
     found = []
     for column, printed in row.costs.items():
@@ -99,9 +100,9 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     """
     columns = [column for column in COSTS if column in _COUNTED and any(column in row.costs for row in rows)]
     if not columns:
-        raise UserError(f"{table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
+        raise UserError(f"The table {table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # numbers of the reasons, starting at 1
+    numbers: dict[str, int] = {}  # Maps reasons to their numbers, starting at 1.
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
     shown = _columns(columns)
@@ -129,7 +130,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
         settings = count_settings(table, row)
         if settings is not None and settings.note:
             noted.setdefault(settings.note, []).append(row.name)
-    rules = [f"The rule of {', '.join(names)}: {text}." for text, names in noted.items()]
+    rules = [f"Rule of the rows {', '.join(names)}: {text}." for text, names in noted.items()]
     below = [] if data else [*(f"{number}: {why}." for why, number in numbers.items()), *rules]
     if form == "latex" and below:
         print("\n".join(f"% {line}" for line in below))
@@ -140,7 +141,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
 def _columns(columns: Sequence[str]) -> dict[str, Column]:
     """Return the columns of the table with their formats.
 
-    The published number and our deviation have the highest priority.
+    The published number and the deviation of our count have the highest priority.
     """
     found = {"row": Column(words=True)}
     for column in columns:
@@ -156,7 +157,7 @@ def _columns(columns: Sequence[str]) -> dict[str, Column]:
 def _line(
     row: Row, columns: Sequence[str], cells: Sequence[CostCell], data: bool, numbers: dict[str, int] | None
 ) -> list[Cell]:
-    """Return the cells of a row, and add its reasons to `numbers`.
+    """Return the cells of a row, and add the reasons for the differences to `numbers`.
 
     If `numbers` is None, return sample cells of maximum width.
     """
@@ -192,8 +193,8 @@ def _to_count(table: Table, row: Row) -> tuple[str, ...]:
     return row.arguments and (*row.arguments, *table.count_at)
 
 
-#: Sizes of fp32 activations in BSR's Table 1 in MiB, for 196 patches and a class token, 384 channels, 6 heads and an
-#: expansion ratio of 4.
+#: Sizes in MiB of the fp32 activations in BSR's Table 1. The network has 197 tokens, 384 channels, 6 heads and an
+# expansion ratio of 4.
 _ACTIVATIONS = {
     "self_attention": 4 * 3 * 197 * 384 / 2**20,
     "softmax": 4 * 6 * 197**2 / 2**20,
@@ -270,23 +271,23 @@ _COUNTED |= dict.fromkeys(
 #: Cached function that returns the configuration of a run.
 _configured = cache(configured)
 
-#: Counts of steps, by the arguments of the run.
+#: Counts of steps, keyed by the arguments of the run.
 _known: dict[tuple[str, ...], Executed] = {}
 
 
 def count_rows(
     table: Table, rows: Sequence[Row], processes: int, counted: Callable[[int, int], None] = lambda done, of: None
 ) -> Iterator[Row]:
-    """Count the steps that are needed for the costs of `rows`, in up to `processes` processes.
+    """Count the steps that are required for the costs of `rows`, using up to `processes` processes.
 
-    Yield each row as soon as it is counted.
+    Yield each row as soon as its steps are counted.
 
     `counted` is called with the number of counted steps and the total number of steps.
     """
     needed = {row.name: _needed(table, row) for row in rows}
     todo = [step for step in dict.fromkeys(one for steps in needed.values() for one in steps) if step not in _known]
     parallel = min(processes, len(todo))
-    # Each process starts a new interpreter, since torch's threads do not survive a fork.
+    # Each process starts a new interpreter, because torch's threads do not survive a fork.
     pool = ProcessPoolExecutor(parallel, get_context("spawn"), quiet_libraries) if parallel > 1 else None
     futures = {step: pool.submit(_counted, step) for step in todo} if pool else {}
     done = 0
@@ -306,17 +307,17 @@ def count_rows(
 
 
 def _needed(table: Table, row: Row) -> list[tuple[str, ...]]:
-    """Return the command-line arguments of each step that must be counted for the costs of a row."""
+    """Return the command-line arguments of all steps that must be counted for the costs of a row."""
     found = []
     if any(_COUNTED.get(column) not in (None, _measured, _parameters) for column in row.costs):
         found.append(_to_count(table, row))
-        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # ratios to the baseline
+        if any(isinstance(_COUNTED.get(column), partial) for column in row.costs):  # A ratio requires the baseline.
             found.append(_to_count(*baseline_of(table, row)))
     return [arguments for arguments in found if arguments]
 
 
 def _typical(arguments: tuple[str, ...]) -> Executed:
-    """Return a placeholder for a step that is not counted yet, with the maximum number of digits."""
+    """Return placeholder costs of a step that is not counted yet. The costs have the maximum number of digits."""
     return Executed(12.345e9, 12.345e9, 12.345e6, 0, 0, 0, 1)
 
 
@@ -327,7 +328,7 @@ def _executed(arguments: tuple[str, ...]) -> Executed:
 
 
 def _counted(arguments: tuple[str, ...]) -> Executed:
-    # One step is enough for a profile, since neither weights nor images change before the counted step.
+    # One step is enough for a profile, because neither weights nor images change before the counted step.
     config = _configured(arguments)
     profiles = [f"method.{name}.profile_steps=1" for name, own in config.method.items() if "profile_steps" in own]
     config = _configured(merged(*arguments, *profiles))

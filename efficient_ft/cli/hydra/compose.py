@@ -39,7 +39,7 @@ from efficient_ft.core.text import printable
 
 @dataclass(frozen=True)
 class ComposedJob:
-    """A job of a command line: its arguments, its configuration, and the paths that Hydra writes for it."""
+    """A job of a command line: the arguments, the configuration, and the paths that Hydra writes for the job."""
 
     arguments: tuple[str, ...]
     config: Config
@@ -49,23 +49,23 @@ class ComposedJob:
 def composed_jobs(
     conf: Path, name: str, overrides: Sequence[str], *, sweep: bool, search: str | None = None
 ) -> list[ComposedJob]:
-    """Return the jobs of a command line, which describes one run or a sweep, with their checked configurations.
+    """Return the jobs of a command line (one run or a sweep) with checked configurations.
 
     Args:
         conf: folder that contains the configuration groups and the primary configuration.
         name: name of the primary configuration.
         overrides: command-line arguments.
-        sweep: True to sweep over comma-separated values in `overrides`.
-        search: additional configuration folder, which is searched first.
+        sweep: if True, sweep over comma-separated values in `overrides`.
+        search: additional configuration folder that is searched first, or None.
     """
     version.setbase("1.3")
     path = create_config_search_path(str(conf.resolve()))
     if search is not None:
         if not Path(search).is_dir():
-            raise UserError(f"--config-dir {search}: no such folder.")
+            raise UserError(f"--config-dir {search}: the folder does not exist.")
         first = SearchPathQuery(provider="schema")
         path.prepend("command-line", f"file://{Path(search).resolve()}", first)
-    # hydra.main uses this function, too. The public initialize_config_dir does not support a second folder.
+    # hydra.main also uses this private function. The public initialize_config_dir does not support a second folder.
     loader = Hydra.create_main_hydra2(name, path).config_loader
     own = [folder for folder in (search, None if conf.resolve() == CONF.resolve() else str(conf)) if folder is not None]
     try:
@@ -85,7 +85,7 @@ def configurations(
 
 def configured(arguments: Sequence[str]) -> Config:
     """Return the checked configuration of a single run."""
-    from efficient_ft.cli.hydra.groups import register  # imports this package's plugins
+    from efficient_ft.cli.hydra.groups import register  # The import loads Hydra's plugins.
 
     register()
     (config,) = configurations(CONF, "train", arguments, sweep=False)
@@ -93,7 +93,7 @@ def configured(arguments: Sequence[str]) -> Config:
 
 
 def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the settings that result from a job's options alone, or None if the options cannot be composed."""
+    """Return the settings of the options that a job selects, without other arguments, or None if composition fails."""
     groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
     parsed = OverridesParser.create().parse_overrides(list(arguments))
     chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]
@@ -104,7 +104,7 @@ def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | Non
 
 
 def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[tuple[str, ...]]:
-    """Return the arguments of each job. A sweep consists of all combinations of its comma-separated values."""
+    """Return the arguments of each job. A sweep has a job for each combination of the comma-separated values."""
     check_form(overrides)
     refuse_doubled(overrides)
     parser = OverridesParser.create(config_loader=loader)
@@ -120,15 +120,15 @@ def _jobs(loader: ConfigLoader, overrides: Sequence[str], sweep: bool) -> list[t
         values = text.partition("=")[2]
         if not sweep:
             raise UserError(
-                f"{text}: several values. Add -m to run each of them. Write '{override.key_or_group}=[{values}]' for a"
-                f" list, or \"{override.key_or_group}='{values}'\" for a string that contains commas."
+                f"{text}: several values are given. Add -m to run all values. Use '{override.key_or_group}=[{values}]'"
+                f" for a list, or \"{override.key_or_group}='{values}'\" for a string that contains commas."
             )
         if not override.is_discrete_sweep():
-            raise UserError(f"{text}: an interval cannot be swept. List the values, or use range(START,STOP,STEP).")
+            raise UserError(f"{text}: intervals are not supported. Pass the values, or range(START,STOP,STEP).")
         key = override.get_key_element()
         choices[text] = [f"{key}={value}" for value in override.sweep_string_iterator()]
         if not choices[text]:
-            raise UserError(f"{text}: the pattern does not match any value.")
+            raise UserError(f"{text}: the pattern does not match any value. Correct the pattern.")
         if key_of(text) == "experiment":
             raise UserError(f"{text}: a sweep can run only one experiment. Repeat the command for each experiment.")
     return list(itertools.product(*choices.values()))
@@ -148,16 +148,16 @@ def _with_rows(loader: ConfigLoader, name: str, jobs: list[tuple[str, ...]], swe
         raise explained(loader, name, parsed, error) from None
     rows = composed.get("rows")
     if rows is not None and not OmegaConf.is_list(rows):
-        raise SettingError("rows", rows, "a list of strings, each with the settings of a run")
+        raise SettingError("rows", rows, "a list of strings, each of which contains the settings of a run")
     if not sweep and rows:
-        raise UserError(f"{naming[0]} defines several runs. Add -m to run each of them.")
+        raise UserError(f"{naming[0]}: the experiment defines several runs. Add -m to start all runs.")
     return [tuple(job) for job in jobs_of_rows(jobs, rows)]
 
 
 def check_form(overrides: Sequence[str]) -> None:
     """Raise a `UserError` for arguments that Hydra cannot parse or that a run cannot record.
 
-    An argument must have the form KEY=VALUE or ~KEY and be valid UTF-8. Forms that were removed are also rejected.
+    An argument must have the form KEY=VALUE or ~KEY and be valid UTF-8. Removed settings are also rejected.
     """
     for text in overrides:
         refuse_removed(text)
@@ -172,7 +172,9 @@ def check_form(overrides: Sequence[str]) -> None:
 
 
 def _not_a_setting(text: str) -> UserError:
-    return UserError(f"{text}: arguments have the form KEY=VALUE; see --help.{did_you_mean(text, [*VERBS, *COMMANDS])}")
+    return UserError(
+        f"{text}: arguments must have the form KEY=VALUE. See --help.{did_you_mean(text, [*VERBS, *COMMANDS])}"
+    )
 
 
 def _unreadable(text: str) -> UserError:
@@ -181,14 +183,14 @@ def _unreadable(text: str) -> UserError:
         return _not_a_setting(text)
     whole = text.strip("'\"")  # The shell has kept quotes around the argument.
     if whole != text and text[0] in "'\"":
-        do = f"the quotes are part of the argument. Remove them: {shlex.quote(whole)}"
+        do = f"the quotes are part of the argument. Remove the quotes: {shlex.quote(whole)}"
         if _is_readable(whole):
             return UserError(f"{text}: {do}")
     key = key.lstrip("'\"")
     inner = value.strip("'\"")
     forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
     readable = next((form for form in forms if _is_readable(form)), None)
-    do = "" if readable is None else f". Quote it: {shlex.quote(readable)}"
+    do = "" if readable is None else f". Quote the value: {shlex.quote(readable)}"
     return UserError(f"{text}: the value contains special characters{do}")
 
 
@@ -211,10 +213,10 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
         check_option(loader, override)
         of_group = bool(loader.get_group_options(override.key_or_group))
         if of_group and override.is_delete() and not isinstance(override.value(), str | None):
-            raise UserError(f"{override.input_line}: ~GROUP accepts only the name of an option, or no value.")
+            raise UserError(f"{override.input_line}: after ~GROUP, only the name of an option is allowed.")
     try:
         composed = compose(name, list(job), return_hydra_config=True)
-    except (HydraException, OmegaConfBaseException, TypeError) as error:  # TypeError: a key inside a list
+    except (HydraException, OmegaConfBaseException, TypeError) as error:  # A key inside a list raises a TypeError.
         raise explained(loader, name, parsed, error) from None
     check_targets(composed.hydra)
     written = hydra_files(composed, sweep)
@@ -226,6 +228,6 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
     except UnknownSetting as error:
         raise known_here(loader, error) from None
     if config.evaluate is not None:
-        raise UserError(f"evaluate={config.evaluate} must be given on the command line, not in a configuration file.")
+        raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove it from the file.")
     refuse_data(parsed, config)
     return ComposedJob(job, config, written)

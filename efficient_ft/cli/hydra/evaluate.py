@@ -1,8 +1,9 @@
 """Compose the configuration of ``evaluate=RUN``: the settings of RUN with the changes on the command line.
 
-Hydra never composes the configuration in a run folder, because another person may have created the folder. config.yaml
-is read as plain settings and checked against the schema: Hydra keys are rejected, and interpolations and targets remain
-plain text. Hydra only parses the arguments and composes the groups that they select (``data=folder``).
+Hydra never composes the configuration in a run folder, because another person may have created the folder. The file
+config.yaml is read as plain settings and checked against the schema. Hydra keys are rejected, and interpolations and
+targets remain plain text. Hydra only parses the arguments and composes the groups that the arguments select
+(``data=folder``).
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of a job with ``evaluate=RUN``, which includes the changes in `parsed`.
-
-    Return None for other jobs.
+    """Return the configuration of a job with ``evaluate=RUN``, including the changes in `parsed`, or None for other
+    jobs.
     """
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
@@ -35,7 +35,9 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
         reason = (
-            "it has no model.safetensors, since no epoch was finished" if run.is_dir() else "the folder does not exist"
+            "the folder has no model.safetensors, because no epoch was finished"
+            if run.is_dir()
+            else "the folder does not exist"
         )
         raise UserError(f"{run}: {reason}. {PASS_A_RUN}")
     settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
@@ -45,8 +47,8 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         group = override.key_or_group
         if group not in Config.model_fields or override.package not in (None, group) or override.is_delete():
             raise UserError(
-                f"{override.input_line}: an evaluation uses the settings of the run. You can change only a section"
-                " (data=NAME) or single settings (data.root=DIR)."
+                f"{override.input_line}: an evaluation uses the settings of the run. You can only replace a section"
+                " (data=NAME) or change single settings (data.root=DIR)."
             )
     if groups:
         composed = plain(compose(name, [str(override.input_line) for override in groups]))
@@ -64,10 +66,10 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
 
 
 def _apply(loader: ConfigLoader, settings: dict[str, Any], override: Override) -> None:
-    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only its new value is resolved."""
+    """Apply an argument (``KEY=VALUE``, ``+KEY=VALUE`` or ``~KEY``) to `settings`. Only the new value is resolved."""
     full = override.key_or_group
     if full.startswith(("hydra.", "hydra/")):
-        raise UserError(f"{override.input_line}: an evaluation does not use Hydra or create a folder. Remove it.")
+        raise UserError(f"{override.input_line}: an evaluation does not use Hydra. Remove this argument.")
     value = plain(OmegaConf.create({"value": override.value()}))["value"]
     addable = override.is_add() or override.is_force_add() or full in setting_names()
     *groups, key = parts = full.split(".")

@@ -17,7 +17,7 @@ from efficient_ft.core.parsing import parse_yaml
 __all__ = ["CONF", "help_text", "register"]
 
 _SWEEPER = {"_target_": "hydra_plugins.efficient_ft_plugins.RowsSweeper", "max_batch_size": None, "params": None}
-#: Names and configurations of this package's launcher and sweeper, by Hydra group. Hydra imports the classes.
+#: Names and configurations of the launcher and the sweeper of this package, keyed by Hydra group.
 _PLUGINS = {
     "hydra/launcher": ("processes", {"_target_": "hydra_plugins.efficient_ft_plugins.ProcessLauncher"}),
     "hydra/sweeper": ("rows", _SWEEPER),
@@ -39,7 +39,7 @@ def register() -> None:
 def help_text() -> str:
     """Return the text of ``--help``, which lists all groups and options.
 
-    Hydra would need three times as long to generate this text.
+    Hydra takes three times as long to generate this text.
     """
     options: dict[str, set[str]] = {}
     for folder in (CONF, *(one for found in plugins.folders().values() for one in found)):

@@ -1,4 +1,6 @@
-"""Run several jobs in separate processes, skip finished jobs, continue after failures, and print one table."""
+"""Run several jobs in separate processes and print one table. Finished jobs are skipped, and failures do not stop other
+jobs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import NAME, read_results
 
-#: Settings that control a sweep and do not apply to a single run.
+#: Settings that control a sweep and do not apply to single runs.
 _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "hydra/sweeper", "hydra.run.dir")
 
 
@@ -34,7 +36,7 @@ _STEERING = ("hydra.mode", "hydra.sweep", "hydra.launcher", "hydra/launcher", "h
 class Job:
     """One job of a sweep.
 
-    `title` contains the arguments that are not shared by all jobs. `results` is None until the job has finished
+    `title` contains the arguments that differ between the jobs. `results` is None until the job has finished
     successfully. If the job fails, `failure` is the reason in one line. `diverged` is True if the loss was not finite.
     """
 
@@ -53,7 +55,7 @@ class Job:
 
 
 def titles(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return, for each command line, the arguments that are not shared by all `jobs`."""
+    """For each command line in `jobs`, return the arguments that are not shared by all command lines."""
     shared = set.intersection(*map(set, jobs)) if len(jobs) > 1 else set()
     return [" ".join(argument for argument in arguments if argument not in shared) for arguments in jobs]
 
@@ -63,13 +65,13 @@ def finished(folder: Path, config: Config) -> dict[str, Any] | None:
     try:
         results = read_results(folder)
         same = fingerprint(check(results["config"])) == fingerprint(config)
-    except UserError:  # The file is missing, damaged, or of another version. The job itself reports this.
+    except UserError:  # The job itself reports a missing, damaged or incompatible file.
         return None
     return dict(results) if same else None
 
 
 def not_read(folder: Path) -> str | None:
-    """Return the reason why results.json in `folder` cannot be read, or None if it can be read or is missing."""
+    """Return the reason why results.json in `folder` cannot be read, or None if the file can be read or is missing."""
     try:
         if (folder / NAME).is_file():
             read_results(folder, USE_ITS_VERSION)
@@ -79,7 +81,7 @@ def not_read(folder: Path) -> str | None:
 
 
 def this_program() -> list[str]:
-    """Return the command that starts this program again: a script, ``python -m efficient_ft``, or ``efficient-ft``."""
+    """Return the command that restarts this program: a script, ``python -m efficient_ft``, or ``efficient-ft``."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None and spec.name == "efficient_ft.__main__":
         return [sys.executable, "-m", "efficient_ft"]
@@ -102,12 +104,12 @@ def run_jobs(
     parallel: int = 1,
     ended: Callable[[Job], None] = lambda job: None,
 ) -> None:
-    """Run the `command` of each job, store the outcome in the job, and print a table at the end.
+    """Run the `command` of each job, store the outcome in the `Job` object, and print a table at the end.
 
     Finished jobs are skipped. After a failure or a ``job_timeout``, the next job starts. If a job has failed, the
-    function raises SystemExit with status 1 at the end. If `parallel` is greater than 1, each job gets a share of the
-    threads and GPUs, and writes its output to a file next to its run folder. `ended` is called with each job as soon as
-    its outcome is known.
+    function raises SystemExit with status 1 at the end. If `parallel` is greater than 1, the threads and GPUs are
+    divided between the jobs, and each job writes its output to a file next to its run folder. `ended` is called with
+    each job as soon as the outcome of the job is known.
     """
     todo: list[tuple[str, Job]] = []
     for number, job in enumerate(jobs, start=1):
@@ -117,7 +119,7 @@ def run_jobs(
             if job.results and image_folders(check(job.results["config"])) != image_folders(job.config):
                 job.results = None  # The job itself checks whether the images are the same.
         if job.results is not None:
-            show(f"{title}: finished before, in {shown_path(job.folder)}")
+            show(f"{title}: already finished; the results are in {shown_path(job.folder)}")
             ended(job)
         else:
             todo.append((title, job))
@@ -144,7 +146,7 @@ def _run_in_parallel(
     def start(title: str, job: Job) -> processes.Ended:
         with slots.taken() as environment:
             output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
-            show(f"{title}: started" + (f"; its output is in {shown_path(output)}" if output else ""))
+            show(f"{title}: started" + (f"; the output is in {shown_path(output)}" if output else ""))
             process = processes.run(command(job), environment, output, _timeout(job))
             if output is None:
                 print(process.printed, flush=True)
@@ -179,8 +181,8 @@ def _fill_in(title: str, job: Job, process: processes.Ended) -> None:
 def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
     """Write a table of the finished runs in `folders` to the folder ``sweeps`` in `outputs`.
 
-    The file name is a hash of the folders. Folders outside of `outputs` are ignored. No table is written for fewer than
-    two runs.
+    The file name is a hash of the folder names. Folders outside of `outputs` are ignored. If there are fewer than two
+    runs, no table is written.
     """
     inside = sorted(folder for folder in folders if folder.is_relative_to(outputs))
     found = collect_runs(outputs, inside)
@@ -192,12 +194,12 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
 
 
 def summary(jobs: Sequence[Job]) -> str:
-    """Return a table of the jobs with best accuracy and executed backward FLOPs per image, followed by the failures."""
+    """Return a table with the best accuracy and the executed backward FLOPs of each job, followed by the failures."""
     rows = [("job", "best accuracy", "backward FLOPs", "folder")]
     for job in jobs:
         results = job.results or {}
         best = results.get("accuracy", {}).get("best")
-        # The results of a cost report are the cost itself.
+        # The results of a cost report contain only the cost.
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
         accuracy = "failed" if job.failure is not None else "–" if best is None else format_percent(best)
         counted = "–" if flops is None else format_number(flops)
@@ -206,7 +208,7 @@ def summary(jobs: Sequence[Job]) -> str:
     failures = [f"  {job.title}: {job.failure}" for job in jobs if job.failure is not None]
     if failures:
         again = "repeat the command to run the unfinished jobs"
-        lines += ["", f"{len(failures)} of {len(jobs)} failed ({again}):", *failures]
+        lines += ["", f"{len(failures)} of {len(jobs)} jobs failed ({again}):", *failures]
         lines[1:] = [wrapped(line, text.terminal_width()) for line in lines[1:]]
     return "\n".join(lines)
 
@@ -214,7 +216,7 @@ def summary(jobs: Sequence[Job]) -> str:
 class Sweep:
     """A sweep that runs each job in a separate process. A job uses the same command and folder as a single run.
 
-    Hydra's basic launcher runs all jobs in one process. As a result, all jobs share memory and threads, the sweep ends
+    Hydra's basic launcher runs all jobs in one process. As a result, all jobs share memory and threads. The sweep ends
     if this process is killed for lack of memory, and a repeated sweep starts from the beginning. Other launchers, such
     as submitit, can be selected with ``hydra/launcher=...``.
     """
@@ -230,8 +232,8 @@ class Sweep:
         for folder in folders:
             if folders.count(folder) > 1:
                 raise UserError(
-                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}. They have the same"
-                    " settings, or hydra.sweep.subdir does not depend on the job."
+                    f"{folders.count(folder)} jobs of this sweep would share the folder {folder}. The jobs have the"
+                    " same settings, or hydra.sweep.subdir does not depend on the job."
                 )
         try:
             run_jobs(jobs, self._command, max((job.config.jobs for job in jobs), default=1))
@@ -247,7 +249,7 @@ class Sweep:
         return Job(tuple(overrides), title, folder, check(plain(composed)))
 
     def _command(self, job: Job) -> list[str]:
-        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # as typed, with unresolved references
+        given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # References are not resolved.
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
             folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")

@@ -20,31 +20,31 @@ from efficient_ft.config.explain import show
 from efficient_ft.config.plain import plain, sentence
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 
-# For each loader, the cached options of each group. Listing a group takes 20 ms or more, since a loader copies all its
-# sources.
+# Cached options of each group, for each loader. Listing a group takes at least 20 ms, because the loader copies all of
+# its sources.
 _OPTIONS: WeakKeyDictionary[ConfigLoader, dict[str, list[str]]] = WeakKeyDictionary()
 
 
 def check_option(loader: ConfigLoader, override: Override) -> None:
-    """Raise a `UserError` for an option that its group does not contain.
+    """Raise a `UserError` if a group does not contain the selected option.
 
     Hydra ignores a missing option of an optional group.
     """
     group, value = override.key_or_group, override.value()
     refuse_keys(group, value)
     field = Config.model_fields.get(group)
-    if override.is_delete() and field is not None:  # Hydra would only report that a value or setting is missing.
+    if override.is_delete() and field is not None:  # Hydra's message would be less clear.
         if field.default is None:
-            raise UserError(f"{override.input_line}: {group} is null by default. Remove this argument.")
+            raise UserError(f"{override.input_line}: the setting {group} is null by default. Remove this argument.")
         given = value not in (None, "", field.default)
         if given and isinstance(field.default, bool | int | str):
-            raise UserError(f"{override.input_line}: to delete a setting, write ~{group} alone.")
+            raise UserError(f"{override.input_line}: a deleted setting must not have a value. Use ~{group}.")
     options = [] if "." in group or group.startswith("hydra") else group_options(loader, group)
     if not options or isinstance(value, dict):
         return
     if override.is_delete():
         if group in Config.model_fields:
-            raise UserError(f"~{group}: a run requires this group. Choose an option: {', '.join(options)}.")
+            raise UserError(f"~{group}: a run requires this group. Select an option: {', '.join(options)}.")
         return
     several = value if isinstance(value, list) and value and group == "method" else [value]
     for option in several:
@@ -56,7 +56,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
 def refuse_keys(setting: str, value: Any) -> None:
     """Raise a `SettingError` for a mapping whose keys are not names. Hydra accepts such keys.
 
-    The setting ``masks.values`` may have pixel values as keys.
+    Only the setting ``masks.values`` may have other keys (pixel values).
     """
     if not isinstance(value, dict) or setting.endswith("masks.values"):
         return
@@ -68,7 +68,7 @@ def refuse_keys(setting: str, value: Any) -> None:
 
 
 def _of_timm(name: str) -> str:
-    """Return advice for a model name that is not an option, depending on whether timm has a model with this name."""
+    """Return advice for a model name that is not an option. The advice depends on whether timm has such a model."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
@@ -84,14 +84,13 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
-        return UserError(f"{line}: timm's {name} is not set here. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: a new argument of the network requires a plus: {forms or f'+{line}'}")
+        return UserError(f"{line}: timm's argument {name} is not set here. {SET_ELSEWHERE[name]}")
+    return UserError(f"{line}: a new argument of the network requires a plus. Use {forms or f'+{line}'}")
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """Return the error for a mapping with a key that the configuration `known` does not contain.
-
-    Return None if `known` contains all keys.
+    """Return the error for a mapping with a key that the configuration `known` does not contain, or None if `known`
+    contains all keys.
     """
     line = str(override.input_line)
     found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
@@ -108,7 +107,7 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
     if key == "method":
         inner = value[name] if isinstance(value[name], dict) else {}
         settings = "".join(f" method.{name}.{n}={show(one)}" for n, one in inner.items())
-        return UserError(f"{line}: select a method by name: method={name}{settings}")
+        return UserError(f"{line}: a method must be selected by name. Use method={name}{settings}")
     if key == "tasks":
         return UserError(f"{line}: to add a data set, use +data@tasks.{name}=OPTION.")
     return unknown(loader, f"{key}.{name}", value[name], [str(k) for k in node])
@@ -117,7 +116,7 @@ def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) ->
 def _first_wrong(key: str, value: Any, node: Any) -> tuple[str, str | None, Any, Any] | None:
     """Return the first part of a mapping that does not match `node`, as (key, name, value, node).
 
-    The name is None if the type of the part is wrong. If all parts match, the function returns None.
+    The name is None if the type of the part is wrong. Return None if all parts match.
     """
     if not isinstance(value, dict):
         wrong = isinstance(value, list) and OmegaConf.is_dict(node)
@@ -146,7 +145,7 @@ def group_options(loader: ConfigLoader, group: str) -> list[str]:
 
 
 def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) -> None:
-    """Raise a `UserError` for two options of ``method`` with the same package. Hydra would merge these options."""
+    """Raise a `UserError` if two options of ``method`` have the same package. Hydra would merge such options."""
     chosen: list[str] = []
     for override in parsed:
         value = override.value()
@@ -160,12 +159,12 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
         package = str(next(iter(compose(name, [f"method=[{option}]"]).method)))
         if package in owner:
             same = "" if owner[package] == option else f" and {option} are variants of {package}"
-            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' occurs twice'}. Use one of them.")
+            raise UserError(f"method=[{','.join(chosen)}]: {owner[package]}{same or ' occurs twice'}. Use one option.")
         owner[package] = option
 
 
 def refuse_data(parsed: Sequence[Override], config: Config) -> None:
-    """Raise a `UserError` for settings of ``data`` in a run on several tasks. Such a run does not use ``data``."""
+    """Raise a `UserError` for settings of ``data`` in a run on several tasks, which does not use ``data``."""
     if not config.tasks:
         return
     for override in parsed:
@@ -173,13 +172,13 @@ def refuse_data(parsed: Sequence[Override], config: Config) -> None:
         if single or override.key_or_group.startswith("data."):
             names = ", ".join(config.tasks)
             raise UserError(
-                f"{override.input_line}: this run takes its data sets from `tasks` ({names}). Use settings such as"
+                f"{override.input_line}: the data sets of this run are set in `tasks` ({names}). Use settings such as"
                 f" tasks.{next(iter(config.tasks))}.batch_size=VALUE, or train on one data set with tasks=none."
             )
 
 
 def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error: Exception) -> UserError:
-    """Return the message for an error of Hydra. Composing only the options reveals which key does not exist."""
+    """Return a message for an error of Hydra. The composition of only the options shows which key does not exist."""
     choices = [
         o
         for o in parsed
@@ -198,7 +197,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
         present, missing = walk(known, key)
         if missing is None:
             if override.is_add() and not isinstance(override.value(), dict | list):
-                return UserError(f"{line}: {key} already exists. Remove the +.")
+                return UserError(f"{line}: the setting {key} already exists. Remove the plus sign.")
             whole = _given_whole(loader, known, override)
             if whole is not None:
                 return whole
@@ -212,10 +211,10 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             package = str(next(iter(compose(name, [f"method={missing}"]).method)))
             if package != missing and package in siblings:
                 right = line.replace(f"method.{missing}", f"method.{package}", 1)
-                return UserError(f"{line}: the option {missing} has its settings in method.{package}. Use {right}.")
+                return UserError(f"{line}: the settings of the option {missing} are in method.{package}. Use {right}.")
             return UserError(
-                f"{line}: method {missing} is not selected (selected: {', '.join(siblings)}). Select it with"
-                f" method={missing}, or both with 'method=[{','.join([*siblings, missing])}]'."
+                f"{line}: the method {missing} is not selected (selected: {', '.join(siblings)}). Use"
+                f" method={missing}, or 'method=[{','.join([*siblings, missing])}]' to combine the methods."
                 f" If only some runs of a sweep use {missing}, define the runs as rows of an experiment."
             )
         if present == "method":
@@ -224,23 +223,23 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return _new_argument(missing, line)
         if key in setting_names():
             if override.is_delete():
-                return UserError(f"{line}: the chosen options do not have this setting. Remove this argument.")
-            # The schema has the setting, but the chosen option does not. `check` explains why it cannot be set here.
+                return UserError(f"{line}: the selected options do not have this setting. Remove this argument.")
+            # The schema contains the setting, but the selected option does not. `check` explains the reason.
             fitting = [o for o in parsed if o not in choices and walk(known, o.key_or_group)[1] is None]
             others = [str(o.input_line).lstrip("+") for o in fitting]
             try:
-                # Further wrong arguments are reported after this one is corrected.
+                # Other errors are reported after the user has corrected this error.
                 with suppress(HydraException, OmegaConfBaseException, TypeError):
                     check(plain(compose(name, [*lines, *others, f"+{line}"])))
             except UserError as reason:
                 return reason
-            return UserError(f"{line}: the chosen options do not have this setting. Add it with a plus: +{line}")
+            return UserError(f"{line}: the selected options do not have this setting. Add the setting with +{line}")
         return unknown(loader, f"{present}.{missing}".lstrip("."), override.value(), siblings)
     return UserError(sentence(error))
 
 
 def known_here(loader: ConfigLoader, error: UnknownSetting) -> UnknownSetting:
-    """Return `error` with the groups of the command line as additional known names."""
+    """Return `error` with the configuration groups as additional known names."""
     return unknown(loader, error.setting, error.value, error.known)
 
 

@@ -1,4 +1,4 @@
-"""Check the output folder of a run or a sweep, and report errors if it cannot be created or written."""
+"""Check the output folder of a run or a sweep, and report errors if the folder cannot be created or written."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.files import write_text_atomically
 
 _SETTINGS = ("hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir")
-#: Default folder of runs and sweeps.
+#: Default output folder of runs and sweeps.
 _DEFAULT = "outputs"
-#: Maximum number of log records that are held until a run begins.
+#: Maximum number of log records that are buffered until a run begins.
 _RECORDS = 10_000
 
 
 def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
-    """Raise a `SettingError` if an output folder has an empty name or a reference that cannot be resolved."""
+    """Raise a `SettingError` if an output folder has an empty name or an unresolvable reference."""
     for override in parsed:
         if override.key_or_group not in _SETTINGS:
             continue
         text = str(override.value() or "").strip()
         if not text:
             given = "null" if override.value() is None else "an empty string"
-            raise SettingError(override.key_or_group, given, "a folder", "Remove it to use the default folder.")
+            raise SettingError(override.key_or_group, given, "a folder", "Omit the setting to use the default folder.")
         if "${" not in text:
             continue
         composed = compose(name, [override.input_line or ""], return_hydra_config=True)
@@ -47,9 +47,9 @@ def check_output_folder(name: str, parsed: Sequence[Override]) -> None:
                 raise SettingError(override.key_or_group, text, "a folder without \\${", do)
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0].rstrip(".")
-            if "MissingMandatoryValue" in reason:  # Hydra sets the value for each job.
+            if "MissingMandatoryValue" in reason:  # Hydra sets the missing value for each job.
                 continue
-            raise SettingError(override.key_or_group, text, "a folder", f"It cannot be resolved: {reason}.") from None
+            raise SettingError(override.key_or_group, text, "a folder", f"A reference is invalid: {reason}.") from None
 
 
 def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
@@ -63,35 +63,33 @@ def hydra_files(composed: DictConfig, sweep: bool) -> tuple[Path, ...]:
             hydra.runtime.output_dir = str(folder)
         handlers = (hydra.job_logging or {}).get("handlers") or {}
         files = [Path(handler.filename) for handler in handlers.values() if "filename" in (handler or ())]
-        inner = folder / (hydra.output_subdir or ".hydra")  # `CommandRecord` writes .hydra if this is null.
+        inner = folder / (hydra.output_subdir or ".hydra")  # If output_subdir is null, `CommandRecord` writes .hydra.
         return (*files, inner, *(inner / name for name in ("config.yaml", "hydra.yaml", "overrides.yaml")))
-    except (OmegaConfBaseException, TypeError, AttributeError):  # Other checks report the wrong setting.
+    except (OmegaConfBaseException, TypeError, AttributeError):  # Other checks report invalid settings.
         return ()
 
 
-#: Entries of the run folder that Hydra writes, and entries that Hydra and the run write before the first step.
+#: Names of the entries of the run folder that Hydra writes, and of all entries that exist before the first step.
 _OF_HYDRA = {".hydra", "train.log"}
 _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
 
 
 class _Held(MemoryHandler):
-    """Hold log records until `hand_over` is called.
-
-    `flush` has no effect, since Hydra flushes all handlers when a command ends.
+    """Log handler that buffers records until `hand_over` is called. `flush` has no effect, because Hydra flushes all
+    handlers when a command ends.
     """
 
     def flush(self) -> None:
         pass
 
     def hand_over(self) -> None:
-        """Pass the records to the target handler."""
+        """Pass the buffered records to the target handler."""
         super().flush()
 
 
 class CommandRecord:
-    """The record of a command: the folder ``.hydra`` and the log file.
-
-    It is written only after the run has been accepted.
+    """The record of a command: the folder ``.hydra`` and the log file. The record is written after the run has been
+    accepted.
     """
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
@@ -101,7 +99,7 @@ class CommandRecord:
         root = logging.getLogger()
         for handler in root.handlers:
             if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder.absolute():
-                handler.close()  # The next record reopens the file.
+                handler.close()  # The next record reopens the log file.
                 log = Path(handler.baseFilename)
                 if log.is_file() and not log.stat().st_size:
                     log.unlink()
@@ -110,7 +108,7 @@ class CommandRecord:
         root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
 
     def write(self) -> None:
-        """Write the record. Afterwards, log records are written to the log file."""
+        """Write the record. After this call, log records are written to the log file."""
         if self._hydra.output_subdir is None:
             parts: dict[str, Any] = {
                 "config": self._composed,
@@ -137,18 +135,18 @@ def leaving_nothing(folder: Path) -> Iterator[None]:
         yield
     except UserError:
         if new and set(os.listdir(folder)) <= _BEFORE_TRAINING:
-            with suppress(OSError):  # Ignored, since the original error is more important.
+            with suppress(OSError):  # The original error is more important.
                 shutil.rmtree(folder)
                 for above in folder.parents:
                     if above == Path.cwd() or _DEFAULT not in above.parts:
                         break
-                    above.rmdir()  # raises an error at the first non-empty folder
+                    above.rmdir()  # The first non-empty folder raises an error.
         raise
 
 
 @contextmanager
 def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
-    """Convert a system error in the output folder to a `UserError` that names the setting of the folder."""
+    """Convert an OSError in the output folder to a `UserError` that names the setting of the folder."""
     try:
         yield
     except UserError:
@@ -159,7 +157,7 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         if (lost := discard_output()) is not None:
-            raise lost from None  # Standard output caused the error.
+            raise lost from None  # The error comes from the standard output.
         given = dict(text.split("=", 1) for text in overrides if text.startswith(tuple(f"{key}=" for key in _SETTINGS)))
         key = next((key for key in ("hydra.run.dir", "hydra.sweep.dir") if key in given), None)
         folder = Path(given[key].strip("'\"") if key else _DEFAULT).absolute()
@@ -168,7 +166,7 @@ def output_folder_faults(overrides: Sequence[str]) -> Iterator[None]:
             raise
         place = Path(os.fsdecode(error.filename or folder)).absolute()
         above = place == folder or place in folder.parents
-        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # not a file of the run
+        if not above and (folder not in place.parents or error.errno == errno.ENOENT):  # The file is unrelated.
             raise
         reason = (error.strerror or str(error)).lower()
         if full:

@@ -2,7 +2,7 @@
 
 `efficient_ft.core.packages` finds the configuration folders of these packages, and `hydra_plugins` appends them to
 Hydra's search path. This module does not import the packages. When a run selects a method, `efficient_ft.methods.build`
-compares the YAML file of the method with its constructor.
+compares the YAML file with the constructor of the method.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.packages import configuration_folders
 
-#: Configuration folders of each distribution in Hydra's search path. Empty until `register` is called.
+#: Configuration folders of each distribution. The dict is empty until `register` is called.
 _folders: dict[str, list[Path]] = {}
 
 
@@ -31,7 +31,7 @@ def register(own: Path) -> None:
                 if file in owner:
                     raise UserError(
                         f"Package {package}: the option {file.with_suffix('').as_posix()} already exists in"
-                        f" {owner[file]}. Rename it, or uninstall one of the packages."
+                        f" {owner[file]}. Rename the option, or uninstall one of the packages."
                     )
                 owner[file] = package
     _folders.clear()

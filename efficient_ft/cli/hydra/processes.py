@@ -21,10 +21,11 @@ from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_seconds
 from efficient_ft.core.parsing import parse_json
 
-#: Time in seconds between SIGTERM and SIGKILL, during which a process can write a checkpoint.
+#: Time in seconds between SIGTERM and SIGKILL. A process can write a checkpoint during this time.
 GRACE = 60.0
 
-#: Variables that set the number of threads of numeric libraries. Values set by the user are kept.
+#: Environment variables that set the number of threads of numeric libraries. If the user has set a variable, its value
+# is kept.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 
@@ -48,10 +49,10 @@ def run(
     output: Path | None = None,
     timeout: float | None = None,
 ) -> Ended:
-    """Run `command` and wait until it ends. The process is stopped after `timeout` seconds.
+    """Run `command` and wait until the process ends. The process is stopped after `timeout` seconds.
 
-    If `environment` is given, the output is written to the file `output` or returned. Otherwise, it is printed to this
-    terminal.
+    If `environment` is given, the output is written to the file `output`, or returned if `output` is None. Otherwise,
+    the output is printed to the terminal.
     """
     if output is not None:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,7 +61,8 @@ def run(
         nullcontext() if environment is None else open_file(output or Path(folder) / "printed", "ab") as printed,
     ):
         file = Path(folder) / "outcome.json"
-        # Ctrl-C also reaches the process, which is in the same process group. The process may then finish writing.
+        # Ctrl-C also reaches the child process, which is in the same process group. The child process may then finish
+        # writing.
         process = subprocess.Popen(
             command,
             env={**os.environ, **(environment or {}), OUTCOME_FILE: str(file)},
@@ -76,7 +78,7 @@ def run(
                 assert timeout is not None
                 late = f"stopped after {format_seconds(timeout)} (job_timeout)"
                 if not stop(process):
-                    late += f"; killed because it did not end within {format_seconds(GRACE)} of SIGTERM"
+                    late += f"; killed, because the process did not end within {format_seconds(GRACE)} after SIGTERM"
                 status = process.wait()
         except KeyboardInterrupt:
             process.wait()
@@ -97,14 +99,14 @@ def run(
         return Ended(None, outcome["reason"], shown, outcome.get("diverged", False))
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        return Ended(None, f"killed by {name}" + (", likely for lack of memory" if name == "SIGKILL" else ""), shown)
+        return Ended(None, f"killed by {name}" + (", probably for lack of memory" if name == "SIGKILL" else ""), shown)
     return Ended(None, f"exit status {status}", shown)
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
     """Send SIGTERM to a process, and wait until the process and its descendants have ended.
 
-    Processes that are still running after `GRACE` seconds are killed. Return False if `process` itself had to be
+    Processes that are still running after `GRACE` seconds are killed. Return True if `process` ended without being
     killed.
     """
     deadline = time.monotonic() + GRACE
@@ -115,10 +117,10 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
         asked = True
     except subprocess.TimeoutExpired:
         asked = False
-        started |= _descendants(process.pid)  # They cannot be listed after `process` ends.
+        started |= _descendants(process.pid)  # Descendants cannot be listed after `process` ends.
         process.kill()
         process.wait()
-    # Wait for data-loading workers, and for the other DDP processes, which end after the first one.
+    # Wait for data-loading workers and for the other DDP processes. These processes end after the first process.
     while left := [one for one in started if _lives(one)]:
         if time.monotonic() > deadline:
             for one in left:
@@ -130,7 +132,7 @@ def stop(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    """Return True if a process is running. A zombie, whose parent has not read its exit status, is not running."""
+    """Return True if a process is running. A zombie process is not running."""
     with suppress(psutil.Error):
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     return False
@@ -143,7 +145,7 @@ def _descendants(process: int) -> set[psutil.Process]:
 
 
 def _outcome(file: Path) -> dict[str, Any]:
-    """Return the outcome that a job wrote, or {} if the job ended before the outcome was completely written."""
+    """Return the outcome that a job wrote, or an empty dict if the file is missing or incomplete."""
     try:
         found = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -156,9 +158,8 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 class Slots:
-    """Shares of the machine for `count` parallel jobs.
-
-    All shares contain the same number of threads. GPUs are assigned in turn.
+    """Threads and GPUs of the machine, divided into slots for `count` parallel jobs. All slots have the same number of
+    threads. GPUs are assigned in turn.
     """
 
     def __init__(self, count: int) -> None:
@@ -174,7 +175,7 @@ class Slots:
 
     @contextmanager
     def taken(self) -> Iterator[dict[str, str]]:
-        """Reserve a share for the duration of the ``with`` block, and return its environment variables."""
+        """Reserve a slot for the duration of the ``with`` block, and return the environment variables of the slot."""
         share = self._free.get()
         try:
             if self._stopped:
@@ -197,7 +198,7 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name]
-    try:  # Counting the GPUs with torch would take seconds.
+    try:  # Counting GPUs with torch would take seconds.
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
         return []

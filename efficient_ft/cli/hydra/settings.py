@@ -21,14 +21,14 @@ from efficient_ft.config import UnknownSetting
 from efficient_ft.config.explain import show
 from efficient_ft.core.errors import SettingError, UserError, first_line
 
-#: Classes that a Hydra configuration may name: plugins, which Hydra discovers, and log handlers.
+#: Allowed classes in a Hydra configuration: plugins, which Hydra discovers, and log handlers.
 _PLUGINS = ("hydra_plugins.", "hydra._internal.core_plugins.")
 _LOG_CLASSES = (
     "efficient_ft.core.terminal.ConsoleHandler", "logging.StreamHandler", "logging.FileHandler", "logging.NullHandler",
     "logging.Formatter", "colorlog.ColoredFormatter",
 )  # fmt: skip
 _LOG_STREAMS = ("ext://sys.stdout", "ext://sys.stderr")
-_NO_CODE = "A configuration must not name other code to run. Remove it."
+_NO_CODE = "A configuration must not execute arbitrary code. Remove this setting."
 
 _FOLDERS = ("hydra.run.dir=", "hydra.sweep.dir=", "hydra.sweep.subdir=")
 
@@ -37,36 +37,38 @@ _DOES = ("install", "uninstall", "query")
 
 
 def check_flags(arguments: Any) -> None:
-    """Raise a `UserError` for flags for which Hydra would print a traceback, and for the flag that executes a file."""
+    """Raise a `UserError` for flags that cause a traceback in Hydra, and for the flag that executes a file."""
     if arguments.experimental_rerun is not None:
         raise UserError(
-            "--experimental-rerun is not supported, since it executes code from a file. Repeat the command of the run,"
-            " which resumes an interrupted run."
+            "--experimental-rerun is not supported, because the flag executes code. Repeat the command of the run"
+            " to resume an interrupted run."
         )
     if arguments.multirun and arguments.cfg:
         raise UserError("--cfg prints the configuration of one run. Remove -m and the comma-separated values.")
     flags = ("run", "multirun", "cfg", "info", "shell_completion")
     given = [f"--{flag.replace('_', '-')}" for flag in flags if getattr(arguments, flag)]
     if len(given) > 1:
-        raise UserError(f"{' and '.join(given)} cannot be combined. Use one of them.")
+        raise UserError(f"The flags {' and '.join(given)} cannot be combined. Use only one flag.")
     for flag, value in (("--resolve", arguments.resolve), ("--package", arguments.package)):
         if value and not (arguments.cfg or arguments.help):
             raise UserError(f"{flag} requires --cfg job. Add --cfg job, or remove {flag}.")
     if arguments.cfg == "hydra" and arguments.resolve:
-        raise UserError("--cfg hydra cannot be resolved, as it refers to settings of a run. Use --cfg all --resolve.")
+        raise UserError("--cfg hydra cannot be resolved, because it depends on a run. Use --cfg all --resolve.")
     if not arguments.shell_completion:
         return
     words = arguments.overrides
     does, _, shell = words[0].partition("=") if len(words) == 1 else ("", "", "")
     if does not in _DOES or shell not in _SHELLS:
         forms = " or ".join(f"install={shell}" for shell in _SHELLS)
-        raise UserError(f'--shell-completion requires {forms}: eval "$(efficient-ft --shell-completion install=bash)"')
+        raise UserError(
+            f'--shell-completion requires {forms}. Example: eval "$(efficient-ft --shell-completion install=bash)"'
+        )
     if does == "query" and "COMP_LINE" not in os.environ:
-        raise UserError(f"--shell-completion {words[0]} is for the shell. Use --shell-completion install={shell}")
+        raise UserError(f"--shell-completion {words[0]} is only for the shell. Use --shell-completion install={shell}")
 
 
 def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> None:
-    """Raise a `UserError` for Hydra settings that Hydra would ignore, or would reject with a less helpful message."""
+    """Raise a `UserError` for Hydra settings that Hydra ignores, or rejects with a less helpful message."""
     own = [one for one in parsed if one.key_or_group.partition(".")[0].partition("/")[0] == "hydra"]
     groups = [one for one in own if "/" in one.key_or_group]
     known_groups = [f"hydra/{one}" for one in loader.list_groups("hydra")] if groups else []
@@ -76,16 +78,16 @@ def check_hydra(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> 
             raise SettingError("A Hydra group", group, known_groups)
         options = sorted(loader.get_group_options(group, ObjectType.CONFIG)) or group_options(loader, group)
         if one.is_delete() or one.is_add() or one.package is not None:
-            raise UserError(f"{one.input_line}: Hydra groups have the form {group}=OPTION ({', '.join(options)}).")
+            raise UserError(f"{one.input_line}: use the form {group}=OPTION (OPTION: {', '.join(options)}).")
         if one.value() not in options:
             raise SettingError(group, show(one.value()), options)
     settings = [one for one in own if one not in groups]
     if all(one.key_or_group == "hydra.run.dir" and isinstance(one.value(), str) for one in settings):
-        return  # A sweep passes this setting to each job. `check_output_folder` has checked it.
+        return  # Each job of a sweep has this setting, which `check_output_folder` has checked.
     known = compose(name, [str(one.input_line) for one in groups], return_hydra_config=True)
     for one in settings:
         if one.package is not None or one.is_delete():
-            raise UserError(f"{one.input_line}: Hydra settings have the form hydra.KEY=VALUE. Remove it.")
+            raise UserError(f"{one.input_line}: a Hydra setting must have the form hydra.KEY=VALUE.")
         _check_setting(known, one.key_or_group, one.value(), new=one.is_add() or one.is_force_add())
 
 
@@ -100,13 +102,15 @@ def hydra_faults(overrides: Sequence[str], job: str) -> Iterator[None]:
     except Exception as error:
         if not own or any(frame.name == job for frame in traceback.extract_tb(error.__traceback__)):
             raise
-        raise UserError(f"{' '.join(own)}: Hydra cannot use it: {first_line(error)}. Remove it.") from error
+        raise UserError(
+            f"{' '.join(own)}: Hydra cannot use this setting: {first_line(error)}. Remove the setting."
+        ) from error
 
 
 def check_targets(hydra: DictConfig) -> None:
     """Raise a `UserError` if a Hydra configuration names code other than Hydra plugins and log handlers."""
     if hydra.get("callbacks"):
-        raise UserError(f"hydra.callbacks: callbacks are not supported, because they run code. {_NO_CODE}")
+        raise UserError(f"hydra.callbacks: callbacks are not supported. {_NO_CODE}")
     for key, value in _leaves(OmegaConf.to_container(hydra, resolve=False), "hydra"):
         last = key.rpartition(".")[2]
         if last == "_target_" and not str(value).startswith(_PLUGINS):
@@ -128,7 +132,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
-    """Raise a `UserError` for a setting that Hydra does not have, or for a value of the wrong type.
+    """Raise a `UserError` for a setting that does not exist in Hydra, or for a value of the wrong type.
 
     Mappings are checked recursively.
     """
@@ -140,7 +144,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         if new:
             return
         if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict and not node.keys():
-            raise UserError(f"{key}={show(value)}: a new name requires a plus: +{key}={show(value)}")
+            raise UserError(f"{key}={show(value)}: a new name requires a plus. Use +{key}={show(value)}")
         names = [str(one) for one in node] if OmegaConf.is_dict(node) else []
         raise UnknownSetting(f"{present}.{missing}", value, names)
     if isinstance(node, DictConfig) and isinstance(value, dict) and value:
@@ -157,11 +161,11 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         wrong = True
     if wrong:
         given = "an empty string" if value == "" else show(value)
-        raise SettingError(key, given, _constraint(node), "Correct or remove it.")
+        raise SettingError(key, given, _constraint(node), "Correct or remove this setting.")
     for folder in value if key == "hydra.searchpath" else ():
         path = str(folder).removeprefix("file://")
         if "://" not in path and not Path(path).is_dir():
-            raise SettingError(key, folder, "a list of existing folders, file://DIR")
+            raise SettingError(key, folder, "a list of existing folders, each as a path or as file://DIR")
 
 
 def _constraint(node: Any) -> str:

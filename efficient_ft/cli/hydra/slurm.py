@@ -1,4 +1,4 @@
-"""Submit a run or a sweep to Slurm (``trainer=slurm``). Inside a Slurm job, the same command trains."""
+"""Submit a run or a sweep to Slurm (``trainer=slurm``). Inside a Slurm job, the same command starts training."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ def submits(overrides: Sequence[str]) -> bool:
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Add the Slurm launcher to the arguments of a submission, so that the settings of ``hydra.launcher`` exist.
-
-    Other arguments are returned unchanged.
+    """Return `arguments`, and add the Slurm launcher if the command submits jobs. The launcher defines the settings of
+    ``hydra.launcher``.
     """
     if not submits(arguments):
         return list(arguments)
     if find_spec("hydra_plugins.hydra_submitit_launcher") is None:
-        raise UserError('trainer=slurm requires the extra "slurm". Install it: pip install "efficient-ft[slurm]"')
+        raise UserError('trainer=slurm requires the extra "slurm". Run pip install "efficient-ft[slurm]".')
     if LAUNCHER in arguments:
         return list(arguments)
     place = list(arguments).index("trainer=slurm") + 1
@@ -36,27 +35,27 @@ def with_launcher(arguments: Sequence[str]) -> list[str]:
 def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]:
     """Return the command line that submits runs with the given configurations.
 
-    The user's launcher settings take precedence.
+    Launcher settings of the user take precedence.
     """
     shapes = {(c.trainer.num_nodes, c.trainer.devices, c.trainer.accelerator) for c in configs}
     if len(shapes) > 1:
         raise SettingError(
             "trainer.num_nodes, trainer.devices and trainer.accelerator",
             " and ".join(" ".join(map(str, shape)) for shape in sorted(shapes, key=str)),
-            "the same in all jobs of a sweep with trainer=slurm",
+            "equal in all jobs of a sweep with trainer=slurm",
         )
     ((nodes, devices, accelerator),) = shapes
     if devices == "auto":
-        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm reserves them.")
+        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm needs the number.")
     asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
     if accelerator != "cpu":
         asked.append(f"hydra.launcher.gpus_per_node={devices}")
     # Enable requeueing, which clusters may disable by default. Without requeueing, a preempted job is lost.
     asked.append("+hydra.launcher.additional_parameters={requeue:true}")
-    # If a task fails, end the other tasks. Otherwise, they would wait for the failed task.
+    # If a task fails, end the other tasks, which would otherwise wait for the failed task.
     os.environ.setdefault("SLURM_KILL_BAD_EXIT", "1")
-    show("Submitting to Slurm. The jobs write to outputs/.submitit, and continue if you stop this command.")
+    show("The jobs are submitted to Slurm, write to outputs/.submitit, and continue if you stop this command.")
     flags = [] if {"-m", "--multirun"} & set(arguments) else ["--multirun"]
-    # argparse does not accept settings in several places. The user's settings come last and take precedence.
+    # argparse requires all settings in one place. The user's settings come last, so that they take precedence.
     first = next(i for i, one in enumerate(arguments) if "=" in one and not one.startswith("-"))
     return [*flags, *arguments[:first], *asked, *arguments[first:]]

@@ -26,12 +26,12 @@ _OURS = Path(__file__).parents[2]
 
 
 def register() -> None:
-    """Make Hydra raise a `UserError` for unreadable files. Hydra's own readers raise many types of errors."""
+    """Make Hydra raise a `UserError` for unreadable files. By default, Hydra raises many types of errors."""
     ConfigRepository.load_config = _checked  # type: ignore[method-assign, assignment]
 
 
 def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | None:
-    """Load a file like Hydra, but raise a `UserError` if the file cannot be read or is not YAML."""
+    """Load a file as Hydra does, but raise a `UserError` if the file cannot be read or is not YAML."""
     source = repository._find_object_source(config_path=config_path, object_type=ObjectType.CONFIG)
     if source is None or source.scheme() != "file":
         return _load(repository, config_path)
@@ -40,19 +40,19 @@ def _checked(repository: ConfigRepository, config_path: str) -> ConfigResult | N
         return _load(repository, config_path)
     try:
         if (size := file.stat().st_size) > _LARGEST:
-            raise ValueError(f"its size is {format_bytes(size)}, above the maximum of {format_bytes(_LARGEST)}")
+            raise ValueError(f"the file size {format_bytes(size)} exceeds the maximum of {format_bytes(_LARGEST)}")
         parse_yaml(file.read_text(encoding="utf-8"))
         return _load(repository, config_path)
     except ConfigLoadError:
         raise
     except Exception as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else first_line(error)
-        raise UserError(f"{file} cannot be read as a configuration: {reason}. Correct the file.") from error
+        raise UserError(f"The file {file} cannot be read as a configuration: {reason}. Correct the file.") from error
 
 
 @contextmanager
 def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
-    """Convert an error that Hydra raises for the user's configuration `folders` to a message that names the folders."""
+    """Convert an error of Hydra in the user's configuration `folders` to a `UserError` that names the folders."""
     try:
         yield
     except UserError:
@@ -63,5 +63,5 @@ def faults_of_files(folders: Sequence[str]) -> Iterator[None]:
         inside = any(place.is_relative_to(library) for place in places[last + 1 :] for library in _LIBRARIES)
         if not folders or not inside:
             raise
-        reason = "they include each other" if isinstance(error, RecursionError) else first_line(error)
+        reason = "the files include each other" if isinstance(error, RecursionError) else first_line(error)
         raise UserError(f"The configurations in {' and '.join(folders)} cannot be used: {reason}.") from error

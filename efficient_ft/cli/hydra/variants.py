@@ -1,4 +1,4 @@
-"""Find the variant of each method in a run, and the settings in which it differs from the paper.
+"""Find the variant of each method in a run, and the settings that differ from the paper.
 
 A variant is an option of the group ``method``. All options of a method share one package. If the settings of an option
 such as ``lbp_wht`` differ from the paper, the option ``lbp_wht_published`` contains the settings of the paper.
@@ -19,7 +19,7 @@ from efficient_ft.core.packages import configuration_folders, method_files, opti
 #: Suffix of options with the published settings.
 PUBLISHED = "_published"
 
-#: Suffix of run folders if a published option exists and the settings differ from it.
+#: Suffix of run folders whose settings differ from an existing published option.
 OURS = "-ours"
 
 
@@ -49,14 +49,14 @@ def variant(method: str, settings: Mapping[str, Any]) -> str:
 
 
 def not_as_published(config: Config) -> list[str]:
-    """Return a sentence for each method of `config` that differs from its published variant."""
+    """Return a sentence for each method of `config` that differs from the published variant."""
     found = []
     for name, settings in config.method.items():
         chosen = variant(name, settings)
         if changed := _departures(name, chosen, settings):
             differs = [f"{key}={show(settings.get(key))} (published: {show(value)})" for key, value in changed]
-            do = f"Use method={chosen}{PUBLISHED} for the published settings."
-            found.append(f"{chosen} is not the published method: {', '.join(differs)}. {do}")
+            do = f"For the published settings, use method={chosen}{PUBLISHED}."
+            found.append(f"{chosen} differs from the published method: {', '.join(differs)}. {do}")
     return found
 
 
@@ -64,7 +64,7 @@ def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[t
     """Return the published settings that differ from both `settings` and the option `chosen`."""
     published = _options().get(method, {}).get(chosen + PUBLISHED, {})
     usual = _options().get(method, {}).get(chosen, {})
-    # Settings that are the same in both options, such as a rank or a sparsity, do not define a variant.
+    # Settings with the same value in both options, such as a rank or a sparsity, do not define a variant.
     return [(key, value) for key, value in published.items() if value not in (usual.get(key), settings.get(key))]
 
 

@@ -13,7 +13,7 @@ from efficient_ft.cli.terminal import Help, run_folders
 from efficient_ft.core.errors import UserError
 
 TRAIN, EVALUATE, COST = "train", "evaluate", "cost"
-#: The commands and their help. ``train --help`` prints the help of the program.
+#: Names and help texts of the commands. ``train --help`` prints the help text of the program.
 VERBS = {
     TRAIN: "",
     EVALUATE: """\
@@ -31,7 +31,7 @@ nor weights. It accepts the settings of a run (see efficient-ft --help). -m swee
     efficient-ft cost -m method=full,lora,bsr model=deit_small
 """,
 }
-#: The setting of a run that each command sets.
+#: Name of the run setting that each command sets.
 _SETTINGS = {EVALUATE: "evaluate", COST: "cost_only"}
 
 
@@ -53,7 +53,7 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
         raise SystemExit(0)
     for word in rest:
         if word.lstrip("+~").partition("=")[0] in _SETTINGS.values():
-            raise UserError(f"{word}: efficient-ft {verb} sets it. Remove it.")
+            raise UserError(f"{word}: the command efficient-ft {verb} sets this setting. Remove the argument.")
     if verb == COST:
         return _with_setting(rest, "cost_only=true")
     run = next((word for word in rest if word in parsed.overrides[:1]), None)
@@ -61,14 +61,14 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
         print(run_folders(EVALUATE, "RUN [KEY=VALUE ...]"))
         raise SystemExit(0)
     if run is None or (re.match(r"[+~]*[\w.@/]+=", run) and not Path(run).exists()):
-        raise UserError("Pass the run folder first: efficient-ft evaluate RUN KEY=VALUE ...")
+        raise UserError("The run folder must come first. Use efficient-ft evaluate RUN KEY=VALUE ...")
     rest.remove(run)
     several = run.split(",") if parsed.multirun and not Path(run).exists() else [run]
     return _with_setting(rest, f"evaluate={','.join(map(_quoted, several))}")
 
 
 def _with_setting(arguments: list[str], setting: str) -> list[str]:
-    """Insert a setting directly before the others. Hydra's parser does not accept settings in several places."""
+    """Insert a setting directly before the other settings, because Hydra requires all settings in one place."""
     settings = get_args_parser().parse_known_args(arguments)[0].overrides
     place = arguments.index(settings[0]) if settings else 0
     return [*arguments[:place], setting, *arguments[place:]]

@@ -1,4 +1,4 @@
-"""Lite residual module. TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add it in parallel with the blocks of a CNN.
+"""Lite residual module that TinyTL (see `tinytl`) and Rep-Net (see `repnet`) add in parallel with the blocks of a CNN.
 
 Weight standardization: Qiao, Wang, Liu, Shen, Yuille, "Micro-Batch Training with Batch-Channel Normalization and Weight
 Standardization", 2019.
@@ -23,13 +23,13 @@ EPS = 1e-6
 
 
 class LiteResidual(nn.Module):
-    """Apply 2×2 average pooling → k×k convolution → GroupNorm → ReLU → 1×1 convolution → GroupNorm.
+    """Sequence of 2×2 average pooling, k×k convolution, GroupNorm, ReLU, 1×1 convolution and GroupNorm.
 
     Both convolutions use weight standardization. The scale of the last norm is initialized to 0, so that the initial
     output is 0.
 
     Args:
-        inputs: number of input channels of both convolutions. Must be a multiple of `GROUP`.
+        inputs: number of input channels. Must be a multiple of `GROUP`.
         outputs: number of output channels. Must be a multiple of `GROUP`.
         kernel: kernel size k of the first convolution. Must be odd.
         groups: number of groups of the k×k convolution.
@@ -46,7 +46,7 @@ class LiteResidual(nn.Module):
         nn.init.zeros_(self.norm2.weight)
 
     def forward(self, x: Tensor, size: torch.Size) -> Tensor:
-        """Return the output for x (B, inputs, H, W). The output is resized bilinearly to (B, outputs, *size).
+        """Return the output for `x` (B, inputs, H, W), resized by bilinear interpolation to (B, outputs, *size).
 
         `size` is the output size (H, W) of the parallel block. An input whose height or width is 1 is not pooled.
         """
@@ -60,8 +60,8 @@ def refuse_indivisible(view: ModelView, method_name: str, name: str, channels: i
     """Raise UserError unless the number of channels of the layer or block `name` is a multiple of `GROUP`."""
     if channels % GROUP:
         raise UserError(
-            f"method {method_name}: {name} of {view.name} has {channels} channels, which is not a multiple of {GROUP}"
-            " (GroupNorm). Choose another architecture."
+            f"method {method_name}: the module {name} of {view.name} has {channels} channels, but GroupNorm requires a"
+            f" multiple of {GROUP} channels. Choose another architecture."
         )
 
 
@@ -74,5 +74,5 @@ def check_lite(kernel_size: Any, groups: Any) -> None:
 
 
 def stride_of(module: nn.Module) -> int:
-    """Return the largest stride of the convolutions in `module`, or 1 if there are no convolutions."""
+    """Return the largest stride of the convolutions in `module`, or 1 if `module` contains no convolutions."""
     return max((m.stride[0] for m in module.modules() if isinstance(m, nn.Conv2d)), default=1)

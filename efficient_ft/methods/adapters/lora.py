@@ -25,28 +25,28 @@ from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projecti
 class LoRA(Method):
     """Add LoRA adapters to the trainable layers of the model (Hu et al., ICLR 2022).
 
-    If a selection was applied before, only layers whose weights the selection leaves trainable are adapted. Without a
-    selection, all supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x. W is frozen, A is
-    initialized with ``kaiming_uniform_(a=√5)``, and B is initialized with zeros, so that the initial output is
-    unchanged. `remove` merges the adapters into the weights and restores the names of the layers.
+    Only layers whose weights are trainable are adapted. If no other method has selected the trained parameters, all
+    supported layers are adapted. An adapted layer computes W x + (alpha / rank) B A x. W is frozen, A is initialized
+    with ``kaiming_uniform_(a=√5)``, and B is initialized with zeros, so that the initial output is unchanged. `remove`
+    merges the adapters into the weights and restores the names of the layers.
 
     With ``targets="attention"``, linear layers and 1×1 convolutions in attention modules are adapted, and only A, B and
-    the head are trained. With ``targets="all"``, every linear layer and 1×1 convolution whose input comes from the
-    images is adapted. Other parameters that the selection leaves trainable are also trained: biases, norms, layer
-    scales and other convolutions. The stem, the head and new modules around a pretrained network are never adapted. Two
-    other kinds of layers are not adapted: layers whose input or output has at most as many channels as the rank (such
-    as talking heads), and subclasses of torch's layers (such as convolutions with standardized weights).
+    the head are trained. With ``targets="all"``, every linear layer and 1×1 convolution whose input depends on the
+    images is adapted. Other trainable parameters (biases, norms, layer scales and other convolutions) are also trained.
+    The stem, the head and new modules around a pretrained network are never adapted. Layers whose number of input or
+    output channels does not exceed the rank (for example, talking heads) are not adapted. Subclasses of `nn.Linear` and
+    `nn.Conv2d` (for example, convolutions with standardized weights) are not adapted either.
 
     Args:
-        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has rank 3·rank and the same
-            alpha. Its scale is therefore alpha / (3·rank).
+        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has the rank 3·rank and the
+            scale alpha / (3·rank).
         alpha: numerator of the scale alpha / rank. Must be positive.
         targets: layers to adapt. ``attention``: linear layers and 1×1 convolutions in attention modules. ``all``: all
             linear layers and 1×1 convolutions.
-        dropout: dropout probability for the inputs of the adapters in training. Must be in [0, 1).
-        as_published: if True, reproduce the baselines of the LBP-WHT paper: layers whose forward method is never called
-            (such as qkv in SwinV2) are not adapted, and layers that are narrower than the rank (such as talking heads)
-            are adapted.
+        dropout: dropout probability of the inputs of the adapters during training. Must be in [0, 1).
+        as_published: if True, reproduce the baselines of the LBP-WHT paper. Layers whose forward method is never called
+            (such as qkv in SwinV2) are not adapted, whereas layers with fewer channels than the rank (such as talking
+            heads) are adapted.
 
     Raises:
         SettingError: If a setting is out of range.
@@ -75,10 +75,10 @@ class LoRA(Method):
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
-        # Attention modules that read the weight of their qkv layer. While the method is applied, they call the layer
-        # instead.
+        # Names of attention modules that read the weight of their qkv layer. While the method is applied, these modules
+        # call the qkv layer instead.
         self._reached: tuple[str, ...] = ()
-        # Value of requires_grad of each parameter before `apply`.
+        # Values of `requires_grad` before `apply`, keyed by parameter name.
         self._before: dict[str, bool] = {}
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
@@ -87,7 +87,9 @@ class LoRA(Method):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            raise UserError(f"method {self.name}: the model has peft adapters already; merge or unload them first.")
+            raise UserError(
+                f"method {self.name}: the model already has peft adapters. Merge or unload these adapters first."
+            )
         outside = frozenset(view.outside)  # new layers are trained directly, without adapters
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
@@ -105,13 +107,15 @@ class LoRA(Method):
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            # A regular expression must match the entire name, whereas names in a list would also match as suffixes.
+            # A regular expression is used because it must match the entire name, whereas names in a list also match as
+            # suffixes.
             target_modules="|".join(re.escape(name) for name in self._adapted),
             rank_pattern={re.escape(x.name): self._rank(x.name) for x in chosen if self._rank(x.name) != self.rank},
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # `peft` has frozen all parameters except those of the adapters. The head must be trainable again.
+        # `peft` freezes all parameters except those of the adapters. Make the other trained parameters, such as those
+        # of the head, trainable again.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
@@ -132,12 +136,12 @@ class LoRA(Method):
 
     def _summary(self, model: nn.Module, left_out: dict[str, Skipped]) -> str:
         where = f"{count(len(self._adapted), 'layer')} in {within(self._adapted)}"
-        return f"rank {self.rank} in {where}: {trained(model)} train{left(left_out, 'not adapted')}"
+        return f"adapters of rank {self.rank} in {where} are trained: {trained(model)}{left(left_out, 'not adapted')}"
 
     def _trains(self, model: nn.Module, view: ModelView, left_out: dict[str, Skipped]) -> set[str]:
         if self.targets == "attention":
             return self._trained_head(view)
-        # As published, layers whose forward method is never called are frozen like the adapted layers.
+        # With `as_published`, layers whose forward method is never called are frozen, like the adapted layers.
         unreached = [name for name, why in left_out.items() if why.reason == Reason.AS_PUBLISHED]
         weights = {f"{name}.weight" for name in (*self._adapted, *unreached)}
         return {n for n, before in self._before.items() if before and n not in weights}
@@ -146,12 +150,12 @@ class LoRA(Method):
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of an adapter. Adapters of fused layers have a larger rank, as in the LBP-WHT paper."""
+        """Return the rank of the adapter of a layer. The rank is larger for fused layers, as in the LBP-WHT paper."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:
-        """Return the reason why a layer receives no adapter, or None if it receives an adapter."""
-        # An adapter requires that the input of the layer comes from the images, but it does not require a token grid.
+        """Return the reason why a layer receives no adapter, or None if the layer receives an adapter."""
+        # The input of an adapted layer must depend on the images, but a token grid is not required.
         if layer.why_not is not None and layer.why_not.reason != Reason.NO_GRID:
             return layer.why_not
         if self.targets == "attention" and not layer.in_attention:
@@ -161,13 +165,13 @@ class LoRA(Method):
     def _why_not_trained(self, layer: Layer) -> Skipped | None:
         if type(layer.module) not in (nn.Linear, nn.Conv2d):
             # Adapters cannot be merged into standardized weights, and matrix A does not support "same" padding.
-            return Skipped(Reason.OTHER_FORM, f"its class {type(layer.module).__name__} defines its own forward")
+            return Skipped(Reason.OTHER_FORM, f"the class {type(layer.module).__name__} overrides the forward method")
         if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
             return Skipped(Reason.FROZEN)
         if layer.reach is not None and self.as_published:
-            return Skipped(Reason.AS_PUBLISHED, "its forward was never called")
+            return Skipped(Reason.AS_PUBLISHED, "the forward method of the layer is never called")
         if self._rank(layer.name) >= min(layer.channels) and not self.as_published:
-            detail = f"rank {self._rank(layer.name)} is not below min(in, out) = {min(layer.channels)} channels"
+            detail = f"the rank {self._rank(layer.name)} is not below min(in, out) = {min(layer.channels)} channels"
             return Skipped(Reason.TOO_NARROW, detail)
         return None
 
@@ -175,20 +179,20 @@ class LoRA(Method):
         narrow = next((f"{n}: {why}" for n, why in skipped.items() if why.reason == Reason.TOO_NARROW), None)
         if narrow is not None:
             return UserError(
-                f"method {self.name}: no layer of {view.name} is wide enough ({narrow}). Use a lower rank."
+                f"method {self.name}: all layers of {view.name} have too few channels ({narrow}). Use a lower rank."
             )
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
             return UserError(
-                f"method {self.name}: the {frozen} layers of {view.name} that could be adapted are all"
-                f" {Reason.FROZEN.value}. Only trainable layers are adapted: select full, last_stage or blocks."
+                f"method {self.name}: all {frozen} layers of {view.name} that could be adapted are"
+                f" {Reason.FROZEN.value}. Only trainable layers can be adapted. Select full, last_stage or blocks."
             )
         if self.targets == "attention":
             return UserError(
-                f"method {self.name}: {view.name} has no attention layers that can be adapted."
+                f"method {self.name}: the model {view.name} has no attention layers that can be adapted."
                 f" Use method.{self.name}.targets=all."
             )
         return UserError(
-            f"method {self.name}: {view.name} has no linear layers or 1×1 convolutions outside its stem and head that"
-            " can be adapted. Use another method (bitfit, last_stage)."
+            f"method {self.name}: the model {view.name} has no linear layers or 1×1 convolutions outside of its stem"
+            " and head that can be adapted. Use another method, for example bitfit or last_stage."
         )

@@ -21,12 +21,12 @@ from efficient_ft.ops.saving import current_packing
 
 
 class _FrozenForward(OwnForward):
-    """Forward pass of a convolution that does not save its input if its weight is frozen."""
+    """Forward pass of a convolution that saves its input only if its weight is trainable."""
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         module: Any = self.module
-        # A method with a low-rank backward pass changes the class of the module. A packed convolution with a frozen
-        # weight does not save its input either.
+        # The original forward pass runs if the class of the module was changed by a method with a low-rank backward
+        # pass, or if activations are packed. A packed convolution with a frozen weight does not save its input either.
         if type(self.module) is not nn.Conv2d or module.weight.requires_grad or current_packing() is not None:
             return self.within(x, *others, **keywords)
         return frozen_conv2d(
@@ -41,17 +41,17 @@ class LoRAFA(LoRA):
     An adapted layer computes W x + (alpha / rank) B A x with frozen W and A. The gradient of B requires only A x, which
     has ``rank`` values per position. Therefore, A x is saved instead of the layer's input x. A is initialized as in
     LoRA, and B is initialized with zeros, so that the initial output is unchanged. Only B and the head are trained. All
-    other parameters are frozen, including norms and biases that the selection leaves trainable. Convolutions without an
-    adapter are also frozen and do not save their inputs. `remove` merges the adapters into the weights and restores the
-    names of the layers.
+    other parameters are frozen, including norms and biases that were trainable before. Convolutions without an adapter
+    are also frozen and do not save their inputs. `remove` merges the adapters into the weights and restores the names
+    of the layers.
 
-    If a selection was applied before, only layers whose weights the selection leaves trainable are adapted. Without a
-    selection, all layers except those in the stem and the head are adapted. Layers whose input or output has at most as
-    many channels as the rank, and subclasses of torch's layers, are not adapted.
+    Only layers whose weights are trainable are adapted. If no other method has selected the trained parameters, all
+    layers except those in the stem and the head are adapted. Layers whose number of input or output channels does not
+    exceed the rank are not adapted. Subclasses of `nn.Linear` and `nn.Conv2d` are not adapted either.
 
     Args:
-        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has rank 3·rank and the same
-            alpha. Its scale is therefore alpha / (3·rank).
+        rank: rank r of each adapter. Must be at least 1. The adapter of a fused qkv layer has the rank 3·rank and the
+            scale alpha / (3·rank).
         alpha: numerator of the scale alpha / rank. Must be positive.
         targets: layers to adapt. ``all``: linear layers and ungrouped convolutions of any kernel size (A is a
             convolution with this kernel size, and B is a 1×1 convolution). ``attention``: linear layers and 1×1
@@ -90,7 +90,8 @@ class LoRAFA(LoRA):
         spatial = layer.why_not is not None and layer.why_not.reason == Reason.SPATIAL_CONVOLUTION
         if spatial and self.targets == "all":
             module: Any = layer.module
-            if module.dilation != (1, 1) or module.padding_mode != "zeros":  # peft does not support this for A
+            # peft does not support such convolutions for A.
+            if module.dilation != (1, 1) or module.padding_mode != "zeros":
                 return Skipped(Reason.OTHER_FORM, "the convolution is dilated or not padded with zeros")
             return self._why_not_trained(layer)
         return super()._why_not(layer)

@@ -1,4 +1,4 @@
-"""Mixture of experts: replace feed-forward networks by experts.
+"""Mixture of experts: replace feed-forward networks with experts.
 
 Source: Sarkar et al., "Block Selective Reprogramming for On-device Training of Vision Transformers" (BSR), CVPR
 Workshops 2024, Section 5.2. Balance loss: Fedus, Zoph, Shazeer, "Switch Transformers: Scaling to Trillion Parameter
@@ -35,7 +35,7 @@ _STANDARD = (Mlp, GluMlp, SwiGLU)
 class _BalanceLosses(dict[str, Tensor]):
     """Mapping from layer names to the balance losses of the last forward pass in training.
 
-    Copies and pickles are empty.
+    Copies and pickles of the mapping are empty.
     """
 
     def __reduce__(self) -> Any:
@@ -59,25 +59,25 @@ class _ExpertsForward(OwnForward):
     @torch.compiler.disable  # the number of tokens per expert depends on tensor values
     def __call__(self, x: Tensor) -> Tensor:
         refuse_export(
-            "method moe: the number of tokens of each expert depends on the images, and an exported network would use"
-            " the numbers of the example.",
-            "Run the network in PyTorch, or train it without experts.",
+            "method moe: the number of tokens of each expert depends on the images, but an exported network would use"
+            " the numbers of the example input for all images.",
+            "Run the network in PyTorch, or train a network without experts.",
         )
-        # Activations cannot be packed here: packing works image by image, but the tokens of an expert come from several
-        # images.
+        # Activations are not packed here, because packing processes each image separately, whereas an expert receives
+        # tokens of several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Return Σ weight · expert(x) over the experts of each token, (T, C).
+        """Return the weighted sum of the outputs of each token's experts, with shape (T, C).
 
         The sum is computed in at least float32.
         """
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort is used instead of topk, so that ties are reproducible. With a new gate, all probabilities are
-        # equal.
+        # A stable sort is used instead of topk, so that ties are reproducible. For example, all probabilities of a new
+        # gate are equal.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -85,10 +85,10 @@ class _ExpertsForward(OwnForward):
         if self.balance_losses is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
             self.balance_losses[self.name] = _balance_loss(probability_TE, expert_TK)
 
-        order = expert_TK.flatten().argsort(stable=True)  # sorts the T·K (token, expert) pairs by expert
+        order = expert_TK.flatten().argsort(stable=True)  # sorts all T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
         parts = x_TC.index_select(0, token).split(_counts(expert_TK, len(experts)))
-        # An expert without tokens does not run. Its gradients therefore remain None.
+        # An expert without tokens does not run, so that the gradients of its parameters remain None.
         y = torch.cat([expert(part) for expert, part in zip(experts, parts, strict=True) if len(part)])
         # Restore the order of the tokens. index_select is used because index_add would save its inputs for the backward
         # pass.
@@ -97,8 +97,8 @@ class _ExpertsForward(OwnForward):
 
 
 def _counts(expert_TK: Tensor, experts: int) -> list[int]:
-    # Fake and meta tensors have no values. In this case, tokens are distributed evenly, which does not change the total
-    # cost, because the cost is linear in the number of tokens.
+    # Fake and meta tensors have no values. For such tensors, the tokens are distributed evenly over the experts. The
+    # total cost is the same, because it is linear in the number of tokens.
     if isinstance(expert_TK, FakeTensor) or expert_TK.is_meta:
         pairs = expert_TK.numel()
         return [pairs * (e + 1) // experts - pairs * e // experts for e in range(experts)]
@@ -109,16 +109,17 @@ def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
     """Return the balance loss E · Σ fₑ · Pₑ over the E experts.
 
     fₑ is the fraction of the tokens that are routed to expert e, and Pₑ is the mean probability of expert e. The loss
-    is 1 if both are uniform.
+    is 1 if both f and P are uniform.
     """
-    # No gradient flows through fₑ. The sum can therefore be computed as a mean over the (token, expert) pairs.
+    # Because no gradient flows through fₑ, the sum can be computed as a mean over the (token, expert) pairs.
     return probability_TE.shape[1] * probability_TE.mean(0)[expert_TK].mean()
 
 
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`).
 
-    It implements the experts, one router per task, and the balance loss. The settings are described in `MoE`.
+    This class implements the experts, one router for each task, and the balance loss. The settings are described in
+    `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -136,7 +137,7 @@ class ExpertsMethod(Method):
     def _store_routing(self, num_experts: Any, top_k: Any, norm_topk_prob: Any, aux_loss_coef: Any) -> None:
         check_integer("num_experts", num_experts)
         if type(top_k) is not int or not 1 <= top_k <= num_experts:
-            raise SettingError("top_k", top_k, f"an integer from 1 to num_experts={num_experts}")
+            raise SettingError("top_k", top_k, f"an integer from 1 to num_experts ({num_experts})")
         check_bool("norm_topk_prob", norm_topk_prob)
         check_number("aux_loss_coef", aux_loss_coef, "a number >= 0", lambda number: number >= 0)
         self.num_experts, self.top_k = num_experts, top_k
@@ -147,7 +148,7 @@ class ExpertsMethod(Method):
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
         """Return the full names of the feed-forward networks in `blocks`.
 
-        Raise UserError if a network is not supported.
+        Raise UserError if one of these networks is not supported.
         """
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
@@ -157,8 +158,8 @@ class ExpertsMethod(Method):
             mlp = networks[name]
             kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
             raise UserError(
-                f"method {self.name}: {name} of {view.name} has {kind}. Experts require blocks whose mlp is timm's"
-                " Mlp, GluMlp or SwiGLU, without convolutions."
+                f"method {self.name}: the block {name} of {view.name} has {kind}. Experts require blocks whose mlp is"
+                " timm's Mlp, GluMlp or SwiGLU without convolutions."
             )
         return tuple(f"{block}.mlp" for block in chosen)
 
@@ -204,8 +205,8 @@ class ExpertsMethod(Method):
     def task(self, name: str) -> None:
         if self._tasks is None:
             raise UserError(
-                f"method {self.name}: the network has one task. Call efficient_ft.models.tasks.give_heads before"
-                " applying the method."
+                f"method {self.name}: the network has only one task. Call efficient_ft.models.tasks.give_heads before"
+                " the method is applied."
             )
         self._tasks.active = name
 
@@ -227,7 +228,7 @@ class ExpertsMethod(Method):
             self._balance_losses.clear()
             raise UserError(
                 f"method {self.name}: the forward pass computed no balance loss for {', '.join(missing)}. Blocks with"
-                " experts cannot be recomputed in the backward pass: list only other blocks in"
+                " experts cannot be recomputed in the backward pass. List only other blocks in"
                 f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
             )
         total = torch.stack(list(self._balance_losses.values())).sum()
@@ -243,14 +244,14 @@ def _is_standard(mlp: nn.Module | None) -> bool:
 
 @register
 class MoE(ExpertsMethod):
-    """Replace the feed-forward networks of the listed blocks by experts (BSR, CVPR Workshops 2024, Section 5.2).
+    """Replace the feed-forward networks of the listed blocks with experts (BSR, CVPR Workshops 2024, Section 5.2).
 
     A linear gate without bias, followed by a softmax, computes the probability of each expert for each token. The gate
-    is initialized with zeros. For each token, the ``top_k`` most probable experts run, and the sum of their outputs,
-    weighted by the probabilities, is returned. If probabilities are equal, the expert with the lower index is
-    preferred. As published, the ``top_k`` probabilities are not normalized. The initial output is therefore top_k /
-    num_experts times the output of the feed-forward network. With ``norm_topk_prob``, the initial output is unchanged.
-    An expert that receives no tokens in a step does not run, and its gradients are None.
+    is initialized with zeros. For each token, the ``top_k`` most probable experts run. The result is the sum of the
+    outputs of these experts, weighted by the probabilities. If probabilities are equal, the expert with the lower index
+    is preferred. By default, the ``top_k`` probabilities are not normalized, as in the paper. The initial output is
+    therefore top_k / num_experts times the output of the feed-forward network. With ``norm_topk_prob=True``, the
+    initial output is unchanged. An expert that receives no tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
     (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged.
@@ -263,15 +264,15 @@ class MoE(ExpertsMethod):
         top_k: number of experts that run for each token. Must be from 1 to num_experts.
         blocks: indices of the blocks with experts, counted from 0 across all stages. Negative indices count from the
             end.
-        norm_topk_prob: if True, the weights of a token's experts are normalized to a sum of 1.
-        aux_loss_coef: factor of the balance loss that `total_loss` adds. Must be non-negative. The balance loss is E ·
-            Σ fₑ · Pₑ, summed over the blocks. fₑ is the fraction of (token, expert) pairs in the batch of one process
-            that are routed to expert e, and Pₑ is the mean probability of expert e. BSR uses 0: it computes the balance
-            loss but does not add it. M³ViT and Switch Transformers use 0.01.
+        norm_topk_prob: if True, the weights of the experts of each token are normalized so that their sum is 1.
+        aux_loss_coef: coefficient of the balance loss in `total_loss`. Must be non-negative. The balance loss is the
+            sum of E · Σ fₑ · Pₑ over the blocks. fₑ is the fraction of the (token, expert) pairs that are routed to
+            expert e in the batch of one process, and Pₑ is the mean probability of expert e. BSR uses 0: BSR computes
+                the balance loss but does not add it to the loss. M³ViT and Switch Transformers use 0.01.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
-            if the selection has frozen the feed-forward network of a block.
+            if the feed-forward network of a block is frozen.
         UserError: Raised by `apply` if the model has no blocks, if a block has no supported feed-forward network, or if
             another method that adds modules has been applied.
     """
@@ -299,9 +300,9 @@ class MoE(ExpertsMethod):
                 raise self.setting_error(
                     "blocks",
                     "a list of blocks whose feed-forward networks are trainable",
-                    f"The selection has frozen {name} of {view.name}; select bsr, full or blocks.",
+                    f"The network {name} of {view.name} is frozen. Use bsr, full or blocks to train this network.",
                 )
-        why = Skipped(Reason.NOT_CHOSEN, "no experts: not listed in blocks")
+        why = Skipped(Reason.NOT_CHOSEN, "no experts: the block is not listed in blocks")
         others = {name: why for name in view.blocks if f"{name}.mlp" not in names}
         self._put_experts(model, names)
         where = ranges(name.removesuffix(".mlp") for name in names)

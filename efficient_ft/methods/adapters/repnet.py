@@ -1,8 +1,8 @@
 """Rep-Net: add trainable side modules in parallel with some blocks of a frozen network.
 
-Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022. The method is
-implemented in the form of the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and
-Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i), where f_M is a frozen block of the network and f_S is a trainable side
+Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022. The
+    implementation follows the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and
+Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i). Here, f_M is a frozen block of the network, and f_S is a trainable side
 module. The BSR paper also applies Rep-Net to transformers. The positions and sizes of the modules are derived from the
 costs in Table 5 of the BSR paper (see docs/methods/repnet.md).
 """
@@ -45,7 +45,7 @@ class _SideForward(OwnForward):
         y, tokens = pop_tokens(self.within(x, *others, **keywords))
         if isinstance(side, LiteResidual):
             return y + side(x, y.shape[-2:])
-        # Add only the branches of the side block, because its residual x is already part of y.
+        # Subtract x, because the residual connection of the block has already added x to y.
         x, input_tokens = pop_tokens(x)
         with token_context(input_tokens):
             return attach_tokens(y + (side(x, *others, **keywords) - x), tokens)
@@ -56,23 +56,22 @@ class RepNet(Method):
     """Add trainable side modules in parallel with blocks of a frozen network (Rep-Net: Yang et al., CVPR 2022).
 
     Only the side modules and the head are trained. The blocks of ResNets, MobileNets and plain vision transformers
-    (ViT, DeiT) are supported. Blocks that the selection has frozen receive no side module. The initial output of the
-    side modules is 0. Side modules cannot be merged. Exported weights therefore contain the side modules
-    (``….side_module.…``).
+    (ViT, DeiT) are supported. Frozen blocks receive no side module. The initial output of the side modules is 0. Side
+    modules cannot be merged. Exported weights therefore contain the side modules (``….side_module.…``).
 
     Args:
         blocks: indices of the blocks that receive a side module, counted from 0 across all stages. Negative indices
             count from the end. If None, six blocks of a CNN or three blocks of a transformer receive a side module.
             These blocks are evenly spaced over the trainable blocks.
         kernel_size: kernel size of the first convolution of the side modules in a CNN. Must be odd.
-        groups: number of groups of the first convolution of the side modules in a CNN: 1, 2, 4 or 8.
+        groups: number of groups of the first convolution of the side modules in a CNN. Must be 1, 2, 4 or 8.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
             if a block does not support side modules.
         UserError: Raised by `apply` if no supported block is trainable, or if the number of channels of a block in a
-            CNN is not a multiple of 8. Also raised if a method that adds modules, or a method that drops tokens in
-            these blocks, has been applied.
+            CNN is not a multiple of 8. Also raised if a method has been applied that adds modules or drops tokens in
+            these blocks.
     """
 
     name = "repnet"
@@ -100,7 +99,7 @@ class RepNet(Method):
             put_around(block, _SideForward(block))
         added = tuple(f"{name}.side_module" for name in chosen)
         others = {name: why for name, why in skipped.items() if why.reason != Reason.NOT_CHOSEN}
-        summary = f"side modules in {ranges(chosen)}; these and the head train: {trained(model)}"
+        summary = f"the head and the side modules in {ranges(chosen)} are trained: {trained(model)}"
         summary += left(others, "without a side module", "block")
         return Applied(self.name, added, skipped, modules=added, summary=summary)
 
@@ -110,10 +109,10 @@ class RepNet(Method):
         able = [name for name, block in blocks.items() if _is_token_block(block) or _is_map_block(block)]
         if not able:
             raise UserError(
-                f"method {self.name}: {view.name} has no blocks that side modules support (those of ResNet, MobileNet,"
-                f" ViT and DeiT). Its blocks are {classes_in_words(view)}. Use lora or bitfit."
+                f"method {self.name}: side modules support only the blocks of ResNet, MobileNet, ViT and DeiT. The"
+                f" blocks of {view.name} are {classes_in_words(view)}. Use lora or bitfit instead."
             )
-        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: not chosen by blocks"))
+        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: block not listed in blocks"))
         skipped |= {
             name: Skipped(Reason.OTHER_FORM, "unsupported type of block") for name in blocks if name not in able
         }
@@ -130,12 +129,13 @@ class RepNet(Method):
         else:
             wanted = list(blocks_at(view, f"method.{self.name}.blocks", self.blocks))
             if unable := [name for name in wanted if name not in able]:
-                why = f"side modules do not support {unable[0]} of {view.name}"
-                raise self.setting_error("blocks", f"a list of indices of {', '.join(able)} ({why})")
+                why = f"{unable[0]} of {view.name} does not support side modules"
+                raise self.setting_error("blocks", f"a list of indices of the blocks {', '.join(able)} ({why})")
         chosen = [name for name in train if name in wanted]
         if not chosen:
             raise UserError(
-                f"method {self.name}: all blocks={self.blocks} of {view.name} are {Reason.FROZEN.value}. Select full."
+                f"method {self.name}: all blocks of {view.name} in the list {self.blocks} are {Reason.FROZEN.value}."
+                " Select full."
             )
         return chosen, {name: why for name, why in skipped.items() if name not in chosen}
 
@@ -143,9 +143,9 @@ class RepNet(Method):
         block: Any = view.model.get_submodule(name)
         if any(not forward.same_values for module in block.modules() for forward in forwards_of(module)):
             raise UserError(
-                f"method {self.name}: another method has changed the forward pass of {name} of {view.name}. Methods"
+                f"method {self.name}: another method has changed the forward pass of {name} in {view.name}. Methods"
                 " that drop or merge tokens cannot be used in a block with a side module. Apply other methods after"
-                f" {self.name} (apply_methods does so)."
+                f" {self.name}, in the same way as apply_methods."
             )
         if _is_token_block(block):
             side = copy.deepcopy(block)
@@ -168,10 +168,10 @@ class RepNet(Method):
 
 
 def _is_token_block(block: nn.Module) -> bool:
-    """Return True for a ViT block in which both branches end in a projection."""
+    """Return True if `block` is a ViT block in which both branches end with a projection."""
     return type(block) is Block and hasattr(block.attn, "proj") and hasattr(block.mlp, "fc2")
 
 
 def _is_map_block(block: nn.Module) -> bool:
-    """Return True for a supported CNN block without a space-to-depth convolution."""
+    """Return True if `block` is a supported CNN block without a space-to-depth convolution."""
     return type(block) in _CONVOLUTIONS and getattr(block, "conv_s2d", None) is None

@@ -27,15 +27,16 @@ from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
 
 #: If the input of a block is downsampled by at least this factor, the kernel size of the block's module is limited to
-#: 3. For images of 224 pixels, the pooled feature map is then 3×3. The paper does not specify this value. With a value
-#: of 32, and with as many hidden channels as input channels, the four published memory sizes that depend on these
-#: choices are reproduced (TinyTL 37 and 65 MB, FT-Last 31 MB, FT-Norm+Last 192 MB). If all kernels had size 5, TinyTL
+#: 3. For images of 224×224 pixels, the pooled feature map then has 3×3 positions. The paper does not specify this
+# factor. A factor of 32 and as many hidden channels as input channels reproduce the four published memory sizes that
+# depend on these two choices. The sizes are 37 MB and 65 MB for TinyTL, 31 MB for FT-Last, and 192 MB for FT-Norm+Last.
+# If all kernels had size 5, TinyTL
 #: would require 42 MB instead of 37 MB.
 COARSE = 32
 
 
 class InvertedResidualWithLite(InvertedResidual):
-    """An InvertedResidual from `timm` with a parallel `lite_residual`. The parameters of the block keep their names."""
+    """InvertedResidual block with a parallel `lite_residual`. The parameters of the block keep their names."""
 
     lite_residual: LiteResidual
 
@@ -45,14 +46,14 @@ class InvertedResidualWithLite(InvertedResidual):
 
 
 class GroupNorm2d(nn.BatchNorm2d):
-    """GroupNorm with `GROUP` channels per group. It replaces a BatchNorm2d and keeps the scale and shift."""
+    """GroupNorm with `GROUP` channels per group that replaces a BatchNorm2d and keeps the scale and shift."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
 
 
 class GroupNormAct2d(BatchNormAct2d):
-    """`GroupNorm2d` followed by dropout and an activation function. It replaces timm's `BatchNormAct2d`."""
+    """Replacement for timm's `BatchNormAct2d`: `GroupNorm2d`, followed by dropout and an activation function."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.group_norm(x, self.num_features // GROUP, self.weight, self.bias, self.eps)
@@ -68,26 +69,26 @@ _GROUPED |= {FROZEN[norm]: grouped for norm, grouped in _GROUPED.items()}
 class TinyTL(Method):
     """Add lite residual modules in parallel with the inverted residual blocks of a CNN (Cai et al., NeurIPS 2020).
 
-    The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that the
-    selection has frozen remain frozen, and such blocks receive no module. Blocks without expansion (such as the first
-    block of MobileNetV2) and blocks that are not instances of timm's InvertedResidual receive no module either. The
-    initial output of the modules is 0. The modules cannot be merged. Exported weights therefore contain the modules
+    The modules, all biases and the head are trained, and all other weights are frozen. Blocks and biases that are
+    already frozen remain frozen, and frozen blocks receive no module. Blocks without expansion (such as the first block
+    of MobileNetV2) and blocks that are not instances of timm's InvertedResidual receive no module either. The initial
+    output of the modules is 0. The modules cannot be merged. Exported weights therefore contain the modules
     (``….lite_residual.…``).
 
     Args:
         kernel_size: kernel size of the first convolution in each module. Must be odd. The kernel size is limited to 3
             in blocks whose input is downsampled from the image by a factor of 32 or more.
-        groups: number of groups of the first convolution: 1, 2, 4 or 8.
-        norm: normalization in the pretrained network. ``group`` (as published) replaces every BatchNorm by GroupNorm
-            with groups of 8 channels, and standardizes the weights of all convolutions without a bias. This setting
-            requires weights that were trained in this way. ``batch`` keeps BatchNorm, so that the initial output is
-            unchanged.
+        groups: number of groups of the first convolution. Must be 1, 2, 4 or 8.
+        norm: normalization in the pretrained network. ``group`` (as published) replaces every BatchNorm with GroupNorm
+            with groups of 8 channels, and standardizes the weights of all convolutions without a bias. ``group``
+            requires weights that were trained with these changes. ``batch`` keeps BatchNorm, so that the initial output
+            is unchanged.
 
     Raises:
         SettingError: If a setting is out of range.
         UserError: Raised by `apply` if no inverted residual block is trainable, if the number of channels of a block or
             norm is not a multiple of 8, or if another method that adds modules has been applied. With ``norm="group"``,
-            it is also raised if GroupNorm cannot replace a norm, or if the network was trained with BatchNorm.
+            UserError is also raised if GroupNorm cannot replace a norm, or if the network was trained with BatchNorm.
     """
 
     name = "tinytl"
@@ -101,8 +102,8 @@ class TinyTL(Method):
         check_choice("norm", norm, ("group", "batch"))
         self.kernel_size, self.groups, self.norm = kernel_size, groups, norm
         self._before: dict[str, bool] = {}
-        # Mappings from module names to the original class of each norm, and to the original means and standard
-        # deviations of the filters of each standardized convolution.
+        # Original class of each norm, and original means and standard deviations of the filters of each standardized
+        # convolution. The keys are module names.
         self._norms: dict[str, type] = {}
         self._filters: dict[str, tuple[Tensor, Tensor]] = {}
 
@@ -135,10 +136,10 @@ class TinyTL(Method):
             )
             block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
             block.__class__ = InvertedResidualWithLite
-        note = "every BatchNorm is replaced by GroupNorm; the pretrained weights must have been trained with GroupNorm"
+        note = "GroupNorm replaces every BatchNorm, so the pretrained weights must have been trained with GroupNorm"
         notes = (note,) if norms else ()
         added = tuple(f"{name}.lite_residual" for name in chosen)
-        summary = f"lite residuals in {count(len(chosen), 'block')}; these, biases and head train: {trained(model)}"
+        summary = f"lite residuals in {count(len(chosen), 'block')}, biases and head are trained: {trained(model)}"
         summary += left(skipped, "without a residual", "block") + ("; GroupNorm replaces BatchNorm" if norms else "")
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
@@ -171,24 +172,24 @@ class TinyTL(Method):
             )
         if not chosen:
             raise UserError(
-                f"method {self.name}: {view.name} has no inverted residual blocks of timm's class InvertedResidual"
-                " (MobileNetV2 and V3, MNASNet, ProxylessNAS, EfficientNet), which the method requires. Its blocks are"
-                f" {classes_in_words(view)}. Use lora or bitfit."
+                f"method {self.name}: the method requires blocks of timm's class InvertedResidual (MobileNetV2 and V3,"
+                f" MNASNet, ProxylessNAS, EfficientNet). The blocks of {view.name} are {classes_in_words(view)}. Use"
+                " lora or bitfit instead."
             )
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
         """Return the names of all BatchNorm layers.
 
-        Raise UserError if a layer was trained or cannot be replaced by GroupNorm.
+        Raise UserError if one of these layers was trained or cannot be replaced with GroupNorm.
         """
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
                 if type(module) not in _GROUPED or not module.affine:
                     raise UserError(
-                        f"method {self.name}: {name} of {view.name} is a {type(module).__name__}, which cannot be"
-                        " replaced by GroupNorm. Use method.tinytl.norm=batch."
+                        f"method {self.name}: the norm {name} of {view.name} has the class {type(module).__name__} and"
+                        " cannot be replaced with GroupNorm. Use method.tinytl.norm=batch."
                     )
                 refuse_indivisible(view, self.name, name, module.num_features)
                 if _was_trained(module):
@@ -225,9 +226,9 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize frozen filters in place.
+    """Standardize the frozen filters of a convolution in place.
 
-    Return their original means and standard deviations, each (C_out, 1, 1, 1).
+    Return the original means and standard deviations of the filters, each with shape (C_out, 1, 1, 1).
     """
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)

@@ -1,8 +1,8 @@
 """LBP-DCT: a low-rank backward pass with a low-pass DCT over the entire token grid.
 
-On every grid larger than one 8×8 block, the gradient of LBP-DCT is closer to the exact gradient than the gradient of
-LBP-WHT with the same number of coefficients and the same cost. The backward pass is the same as in LBP-WHT (see
-`lbp_wht`). The projector is an extension of this project and not part of the LBP-WHT paper.
+On every grid larger than one 8×8 block, LBP-DCT approximates the exact gradient better than LBP-WHT with the same
+number of coefficients and the same cost. The backward pass is the same as in LBP-WHT (see `lbp_wht`). The projector was
+developed in this project and is not part of the LBP-WHT paper.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class LBPDCT(LowRankBackward):
     """Compute the gradients of linear layers from the lowest DCT-II components of the token grid.
 
     Args:
-        order: order of the selection, from 1 to 15. The number of components is the number of bases that LBP-WHT with
-            ``bases=l1`` and ``padding=ortho`` uses for the same order.
+        order: order of the low-pass filter. Must be from 1 to 15. The number of components equals the number of bases
+            that LBP-WHT selects with ``bases=l1`` and ``padding=ortho`` for the same order.
         skip, fused: see `LBPWHT`.
 
     Raises:

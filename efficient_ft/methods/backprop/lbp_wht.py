@@ -1,9 +1,10 @@
 """LBP-WHT: a low-rank backward pass with a block-wise Walsh–Hadamard projection.
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
-Adaptation", NeurIPS 2023. The default padding, which uses an orthonormal basis of the cropped rows, is not part of the
-paper. With this padding, the gradient is exact at full rank. At every measured rank, it is closer to the exact gradient
-than with the published padding. The settings `padding="reflect", as_published=True` reproduce the paper.
+Adaptation", NeurIPS 2023. The default padding ``ortho`` uses an orthonormal basis of the cropped rows and is not part
+of the paper. With this padding, the gradient is exact at full rank. At every measured rank, this gradient is closer to
+the exact gradient than the gradient with the published padding. The settings `padding="reflect", as_published=True`
+reproduce the paper.
 """
 
 from __future__ import annotations
@@ -31,25 +32,27 @@ class LBPWHT(LowRankBackward):
     """Compute the gradients of linear layers from a few Walsh–Hadamard bases of each 8×8 block of the token grid.
 
     Args:
-        bases: rule that selects R of the 64 bases (i, j). ``l1``: i + j ≤ order − 1 (order 1–15, where R =
-            order(order+1)/2 up to order 8). ``linf``: max(i, j) ≤ order − 1 (order 1–8, where R = order²). ``lhe``: the
-            bases with the highest energy in the output gradient g_y of each layer, as many as ``l1`` selects. The
-            energy is summed over the first `profile_steps` steps, which run the exact backward pass.
-        order: order of the low-pass selection. The paper recommends 4 (R = 10) to 6 (R = 21).
-        padding: padding for grids whose height or width is not a multiple of 8. ``ortho`` and ``zero`` are exact at
-            full rank. ``reflect`` (as published) is not exact at any rank.
-        as_published: if True, reproduce the published code: qkv layers whose forward method is never called (SwinV2)
-            stay exact, and layers are projected even if this costs more than the exact backward pass (such as talking
-            heads).
+        bases: criterion for the selection of R of the 64 bases (i, j). ``l1``: all bases with i + j ≤ order − 1. The
+            order must be from 1 to 15, and R = order(order+1)/2 for orders up to 8. ``linf``: all bases with max(i, j)
+            ≤ order − 1. The order must be from 1 to 8, and R = order². ``lhe``: for each layer, the R bases with the
+            highest energy in the output gradient g_y, where R is the same as for ``l1``. The energy is summed over the
+            first `profile_steps` steps, which run the exact backward pass.
+        order: number that determines which bases are selected (see `bases`). The paper recommends orders from 4 (R =
+            10) to 6 (R = 21).
+        padding: padding for grids whose height or width is not a multiple of 8. With ``ortho`` and ``zero``, the
+            gradient is exact at full rank. With ``reflect`` (as published), the gradient is not exact at any rank.
+        as_published: if True, reproduce the published code. Fused qkv layers whose forward method is never called (as
+            in SwinV2) keep the exact backward pass. Layers are projected even if projection costs more than the exact
+            backward pass (as for talking heads).
         profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
         skip: parts of layer names, such as ``attention``, ``fc2`` or ``mlp.fc2``. Layers whose names contain one of
             these parts keep the exact backward pass. ``*`` matches any part.
-        fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU. This saves time and
-            activation memory, but the compiler of the kernels (numba) uses about 100 MiB. If None, the operations are
-            fused only in networks with BatchNorm before GELU (EfficientFormer), where the gain is largest.
+        fused: if True, GELU and the preceding frozen BatchNorm are fused into one operation on a CPU. Fusion saves time
+            and activation memory, but numba, which compiles the kernels, uses about 100 MiB. If None, the operations
+            are fused only in networks with BatchNorm before GELU (EfficientFormer), which benefit most from fusion.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a setting is out of range.
         UserError: See `LowRankBackward`. Also raised if a grid is too small for ``reflect`` padding.
     """
 
@@ -117,7 +120,8 @@ class LBPWHT(LowRankBackward):
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        if not energy.any():  # for example, in the last block of a model that classifies only by its class token
+        # A layer receives no gradient, for example, in the last block of a model that classifies only by its class token.
+        if not energy.any():
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()
         return lowest_first((k // BLOCK, k % BLOCK) for k in top)
@@ -135,7 +139,7 @@ class LBPWHT(LowRankBackward):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if not self.profiles or not state_dict:
             return
-        self._restored = state_dict  # required if `apply` is called after this method
+        self._restored = state_dict  # restored again by `apply` if `apply` is called later
         self._steps = state_dict["steps"]
         if not self.acts_per_step:
             self._stop_watching()

@@ -1,7 +1,8 @@
-"""Base class of the methods with a low-rank backward pass, and the layers that it changes.
+"""Base class of the methods with a low-rank backward pass, and the layer classes of these methods.
 
-Such a method changes only the class of each affected layer. The module object, its parameter names and its forward pass
-in evaluation remain the same, so that the changed model can be copied, pickled, saved and restored.
+A method with a low-rank backward pass changes only the class of each affected layer. The module object, its parameter
+names and its forward pass in evaluation remain the same, so that the changed model can be copied, pickled, saved and
+restored.
 """
 
 from __future__ import annotations
@@ -39,9 +40,10 @@ from efficient_ft.ops.tokens import Tokens, current_tokens
 class LowRank:
     """Projector, token layout and profile of a changed layer.
 
-    `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is the fraction of the
-    energy of the output gradient g_y in each WHT basis, summed over all profiled backward passes. It is a float64
-    tensor on the CPU. Fractions give all backward passes the same weight, regardless of the loss scale.
+    `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is a float64 tensor on
+    the CPU. `energy` contains the fraction of the energy of the output gradient g_y in each WHT basis, summed over all
+    profiled backward passes. Because fractions are summed, all backward passes have the same weight, regardless of the
+    loss scale.
     """
 
     projector: Projector | None
@@ -61,8 +63,8 @@ class LowRankLinear(nn.Linear):
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
-                f"Low-rank backward: the grid positions of the {x.shape[1]} input tokens are unknown (merged tokens, or"
-                " images of a size that the model was not built for)."
+                f"Low-rank backward: the grid positions of the {x.shape[1]} input tokens are unknown. Tokens have been"
+                " merged, or the images do not have the size for which the model was built."
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
@@ -75,8 +77,9 @@ class LowRankLinear(nn.Linear):
                 return super().forward(x)
         if x.shape[1:-1].numel() != projection.tokens:
             raise UserError(
-                f"Low-rank backward: a layer received {x.shape[1]} tokens, but its grid is {grid[0]}×{grid[1]} after"
-                f" {how.tokens.prefix} prefix tokens. Build the model at the size of its training images."
+                f"Low-rank backward: a layer received {x.shape[1]} tokens, but {how.tokens.prefix} prefix tokens and a"
+                f" grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size of the"
+                " training images."
             )
         return low_rank_linear(x, self.weight, self.bias, projection)
 
@@ -100,7 +103,7 @@ CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
 
 
 def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
-    """Return True if the call belongs to a training step and a gradient other than that of the bias is required."""
+    """Return True if the module is called in training and the gradient of its input or weight is required."""
     return module.training and torch.is_grad_enabled() and (x.requires_grad or module.weight.requires_grad)
 
 
@@ -146,19 +149,20 @@ class LowRankBackward(Method):
 
     All layers whose inputs have a token grid are changed: attention and MLP layers, talking heads and patch merging.
     The stem, the patch embedding and the head are not changed. If the low-rank backward pass of a layer would cost more
-    than the exact backward pass, the layer stays exact, and the report states this. The selection determines which
-    layers are trained. Frozen layers are also changed.
+    than the exact backward pass, the layer keeps the exact backward pass, and the report lists the layer. Frozen layers
+    are also changed.
 
-    A subclass implements `projector_for`.
+    Subclasses must implement `projector_for`.
 
     Attributes:
         as_published: if True, layers are projected even if the exact backward pass costs less, and layers whose forward
-            method is never called stay exact.
-        profiles: if True, layers initially run the exact backward pass, and the subclass sets their projectors after
-            the profile.
-        skip: parts of layer names. Layers whose names contain one of these parts stay exact (see `methods.skip`).
-        fused: if True, GELU and a frozen BatchNorm before it are fused into one operation on a CPU (see
-            `methods.fused_gelu`). If None, this applies only to networks with BatchNorm before GELU.
+            method is never called keep the exact backward pass.
+        profiles: if True, layers initially run the exact backward pass and are profiled. After profiling, the subclass
+            sets the projectors of the layers.
+        skip: parts of layer names. Layers whose names contain one of these parts keep the exact backward pass (see
+            `methods.skip`).
+        fused: if True, GELU and the preceding frozen BatchNorm are fused into one operation on a CPU (see
+            `methods.fused_gelu`). If None, the operations are fused only in networks with BatchNorm before GELU.
 
     Raises:
         UserError: Raised by `apply` if the model has no layer with a token grid, or if a grid cannot be projected.
@@ -172,21 +176,21 @@ class LowRankBackward(Method):
     as_published: bool = False
     profiles: bool = False
     fused: bool | None = None
-    _fuses: bool | None = None  # True if GELU layers are fused; None before `apply`
+    _fuses: bool | None = None  # True if GELU layers are fused, or None before `apply`
     skip: Sequence[str] | None = None
 
     @abstractmethod
     def projector_for(self, layer: Layer) -> Projector:
         """Return the projector for a layer.
 
-        If the projector is selected only after a profile, return a placeholder with the same rank and cost.
+        If the projector is selected only after profiling, return a placeholder with the same rank and cost.
 
         Args:
-            layer: linear layer or 1×1 convolution of the view. `layer.tokens` is the layout of its tokens, and
-                `layer.channels` is (C_in, C_out).
+            layer: linear layer or 1×1 convolution of the view. `layer.tokens` is the token layout, and `layer.channels`
+                is (C_in, C_out).
 
         Raises:
-            SettingError: If a setting does not fit this layer. If a projector cannot project a grid, its method
+            SettingError: If a setting is not valid for this layer. If a projector cannot project a grid, its method
                 `projection` must raise ValueError, which `apply` converts to UserError.
         """
 
@@ -199,32 +203,33 @@ class LowRankBackward(Method):
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
             elif foreign_forward(layer.module) is not None:
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "another library has replaced its forward")
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "another library has replaced the forward method")
             elif type(layer.module) not in CHANGED:
-                detail = f"its class {type(layer.module).__name__} defines its own forward"
+                detail = f"the class {type(layer.module).__name__} overrides the forward method"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif is_skipped(layer.name, self.skip):
                 skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
             elif layer.reach is not None and self.as_published:
-                detail = "left exact, as published (its forward was never called)"
+                detail = "left exact, as published (the forward method is never called)"
                 skipped[layer.name] = Skipped(Reason.AS_PUBLISHED, detail)
             elif why := self._costs_more(layer, layer.tokens):
                 exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
-        # The model is changed only after all layers have been checked, so that it is unchanged if an error is raised.
+        # The model is changed only after all layers have been checked, so that the model is unchanged if an error is
+        # raised.
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
             layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
             if layer.reach is not None:
                 model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
-        note = f"{len(exact)} layers keep the exact backward pass, which is cheaper for them"
+        note = f"{len(exact)} layers keep the exact backward pass, which is cheaper for these layers"
         notes = [note] if exact else []
         fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
         if fused:
-            notes.append(f"on a CPU, {len(fused)} GELU layers run in one pass per direction (method.{self.name}.fused)")
+            notes.append(f"on a CPU, {len(fused)} GELU layers run as fused operations (method.{self.name}.fused)")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),
@@ -239,22 +244,22 @@ class LowRankBackward(Method):
 
     @property
     def libraries(self) -> tuple[str, ...]:  # type: ignore[override]
-        # Before `apply`, predictions of process memory include the library unless fusion is disabled.
+        # Before `apply`, predictions of the process memory include numba unless fusion is disabled.
         return () if self.fused is False or self._fuses is False else ("numba",)
 
     def _costs_more(self, layer: Layer, tokens: TokenLayout) -> str | None:
-        """Return the reason why a layer stays exact, or None if the layer is projected."""
+        """Return the reason why a layer keeps the exact backward pass, or None if the layer is projected."""
         try:
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:
             raise UserError(
-                f"method {self.name}: {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}."
+                f"method {self.name}: no projection for {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}."
             ) from error
         exact, low_rank = backward_flops(projection, layer.channels)
         if self.as_published or low_rank < exact:
             return None
         costs = f"{format_number(exact, 'FLOPs')} compared with {format_number(low_rank, 'FLOPs')}"
-        return f"exact is cheaper: {costs} at rank {projection.rank}"
+        return f"exact is cheaper: the backward pass costs {costs} at rank {projection.rank}"
 
     def _remove(self, model: nn.Module) -> None:
         separate_gelu(model)

@@ -34,27 +34,30 @@ class BackRazor(ActivationPacking):
     in normalizations and attention.
 
     Args:
-        sparsity: fraction of the values that are dropped. Must be in [0, 1).
-        value_dtype: dtype of the saved values. ``fp16`` is the published dtype. If a value overflows, `step_end` raises
-            an error. ``bf16`` avoids overflows. ``same`` is the dtype of the activation. ``int8`` combines Back Razor
-            with Mesa: values, including the input of GELU, are saved in 8 bits with one running range per tensor.
-        norm_saves: tensor that normalizations save: the ``input`` (as published), or the ``normalized`` input x̂.
+        sparsity: fraction of the values that is dropped. Must be in [0, 1).
+        value_dtype: dtype of the saved values. With ``fp16`` (as published), `step_end` raises an error if a value
+            overflows. ``bf16`` avoids overflows. ``same`` keeps the dtype of the activation. ``int8`` combines Back
+            Razor with Mesa: all values, including the input of GELU, are saved in 8 bits with one running range per
+            tensor.
+        norm_saves: tensor that normalization layers save: the ``input`` (as published) or the ``normalized`` input x̂.
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v in
             8 bits and recomputes attention from these tensors with torch's fused kernel.
         recompute_inputs: if True, a layer that follows GELU does not save its input. The input is recomputed from the
-            tensor that is saved for GELU. With ``norm_saves=normalized``, this also applies to layers that follow a
-            LayerNorm.
-        threshold: ``exact`` (as published), or ``sampled``. A sampled threshold is estimated from 4096 values of each
-            sample. In this case, slightly fewer values may be saved than the sparsity allows, but never more.
-        prune: ``backward`` prunes only the tensors that are saved for the backward pass. ``both`` is the negative
-            control in the paper (Figure 3): the forward pass in training also uses the pruned tensors. The backward
-            pass uses the same formulas, and gradients pass through the pruning unchanged. Evaluation and exported
-            models remain dense, so that the two values differ only in the forward pass in training.
+            tensor that is saved for GELU. With ``norm_saves=normalized``, the input of a layer that follows a LayerNorm
+            is also recomputed.
+        threshold: whether the pruning threshold is ``exact`` (as published) or ``sampled``. A sampled threshold is
+            estimated from 4096 values of each sample. With a sampled threshold, the number of saved values may be
+            slightly smaller than the sparsity allows, but not larger.
+        prune: ``backward`` prunes only the tensors that are saved for the backward pass. With ``both``, the forward
+            pass in training also uses the pruned tensors (the negative control in Figure 3 of the paper). The backward
+            pass uses the same formulas for both values, and gradients pass through the pruning operation
+            unchanged. Evaluation and exported models remain dense. The two values therefore differ only in the forward
+            pass in training.
         skip: parts of layer names, such as ``decoder`` or ``mlp.fc2``. Layers whose names contain one of these parts
-            stay dense. ``*`` matches any part.
+            are not pruned. ``*`` matches any part.
 
     Raises:
-        SettingError: If a value is not allowed, or if ``prune=both`` is combined with ``attention=fused`` or
+        SettingError: If a setting is invalid, or if ``prune=both`` is combined with ``attention=fused`` or
             ``value_dtype=int8``.
     """
 
@@ -80,7 +83,7 @@ class BackRazor(ActivationPacking):
         check_choice("prune", prune, ("backward", "both"))
         if prune == "both" and (attention == "fused" or value_dtype == "int8"):
             other = "attention=fused" if attention == "fused" else "value_dtype=int8"
-            raise SettingError("prune", prune, f"backward with {other}", "The control only prunes and does not round.")
+            raise SettingError("prune", prune, f"backward with {other}", "With prune=both, values must not be rounded.")
         self.sparsity, self.value_dtype, self.norm_saves = sparsity, value_dtype, norm_saves
         self.attention, self.recompute_inputs = attention, recompute_inputs
         refuse_skip(skip)

@@ -20,10 +20,10 @@ class MemoryForward(OwnForward):
 
     @property
     def training(self) -> bool:
-        """True if the current call may belong to a training step.
+        """Return True if the current call may belong to a training step.
 
-        For most modules, this is the value of ``module.training``. For BatchNorm layers other than `nn.BatchNorm2d` and
-        timm's `BatchNormAct2d`, the value is always True, because `freeze_batch_norm` switches these layers to
+        For most modules, the result equals ``module.training``. For BatchNorm layers other than `nn.BatchNorm2d` and
+        timm's `BatchNormAct2d`, the result is always True, because `freeze_batch_norm` switches these layers to
         evaluation mode during training.
         """
         if self.module.training:
@@ -33,12 +33,12 @@ class MemoryForward(OwnForward):
 
 
 def refuse_recomputation(method: str) -> None:
-    """Raise UserError if the model itself recomputes the current part. The method would then save no memory."""
+    """Raise UserError if the model itself recomputes the current part, because the method would not reduce memory."""
     if is_recomputing():
         raise UserError(
-            f"method {method}: the model runs its blocks again in the backward pass (gradient checkpointing), so"
-            f" {method} saves no memory. Call model.set_grad_checkpointing(False) (transformers:"
-            f" gradient_checkpointing_disable()), or remove {method}."
+            f"method {method}: the model recomputes its blocks in the backward pass (gradient checkpointing), so that"
+            f" {method} does not reduce the memory. Call model.set_grad_checkpointing(False) (or"
+            f" model.gradient_checkpointing_disable() for transformers models), or remove the method {method}."
         )
 
 
@@ -54,14 +54,14 @@ class MemoryMethod(Method):
         self._restored: dict[str, Any] | None = None
 
     def _begin(self) -> PackingState:
-        """Create a new packing state. If a checkpoint has been loaded, restore its state."""
+        """Return a new packing state. If a checkpoint has been loaded, restore the state from the checkpoint."""
         self._packing = self._new_state()
         if self._restored is not None:
             self._packing.load_state_dict(self._restored)
         return self._packing
 
     def _new_state(self) -> PackingState:
-        """Return a new object for the state that persists between steps, such as running ranges and overflow."""
+        """Return a new object for the state that persists between steps, such as running ranges."""
         return PackingState()
 
     def _remove(self, model: nn.Module) -> None:
@@ -82,6 +82,6 @@ class MemoryMethod(Method):
         return {} if self._packing is None else self._packing.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # required if `apply` is called after this method
+        self._restored = state_dict  # The state is used if `apply` is called later.
         if self._packing is not None:
             self._packing.load_state_dict(state_dict)

@@ -34,13 +34,13 @@ INPUT_DTYPES: dict[str, Packer] = {
 
 
 class _RecomputedForward(MemoryForward):
-    """Forward pass that, in training, saves only the input of the module."""
+    """Forward pass that saves only the input of the module in training."""
 
     def __init__(self, module: nn.Module, name: str, packer: Packer, packing: PackingState) -> None:
         super().__init__(module)
         self.name, self.packer, self.packing = name, packer, packing
 
-    @torch.compiler.disable  # the forward pass also runs inside the backward pass
+    @torch.compiler.disable  # The forward pass also runs inside the backward pass.
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         module = self.module
         parameters = [p for p in module.parameters() if p.requires_grad]
@@ -57,7 +57,7 @@ class _RecomputedForward(MemoryForward):
     def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         module = self.module
         x = attach_tokens(x, tokens)
-        if not torch.is_grad_enabled():  # first run, in the forward pass
+        if not torch.is_grad_enabled():  # This is the first run, in the forward pass.
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
@@ -70,7 +70,7 @@ class _RecomputedForward(MemoryForward):
             return self.within(x, *args, **keywords)
         finally:
             # The count is restored instead of decremented, because a BatchNorm with a replaced forward pass may not
-            # increase it.
+            # increase the count.
             for m, (momentum, counter), count in zip(moving, before, counts, strict=True):
                 m.momentum = momentum
                 if counter is not None and count is not None:
@@ -82,7 +82,7 @@ class Checkpointing(MemoryMethod):
     """Save only the input of each block, and recompute the forward pass of the block in the backward pass.
 
     Gradients are exact if ``input_dtype=same``. The forward pass of each recomputed block runs twice. Inputs cannot be
-    saved in a pruned form, because a block that is recomputed from a pruned input has a different gradient.
+    pruned, because a block that is recomputed from a pruned input has a different gradient.
 
     Args:
         blocks: indices of the blocks to recompute, counted from 0. Negative indices count from the end. If None, all
@@ -91,7 +91,7 @@ class Checkpointing(MemoryMethod):
             running range), or ``int4`` (with a minimum and a step for each group of 64 values, as in `LowBit`).
 
     Raises:
-        SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range.
+        SettingError: If a setting is invalid. Also raised by `apply` if a block index is out of range.
         UserError: Raised by `apply` if the model's blocks are not recognized.
     """
 

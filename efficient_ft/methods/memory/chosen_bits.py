@@ -1,23 +1,23 @@
-"""Select the number of bits and the group size for each packed tensor under a memory budget.
+"""Selection of the number of bits and the group size for each packed tensor under a memory budget.
 
 The selection is based on how much the gradient changes if a tensor is rounded. During the profile, all tensors are
 saved in 8 bits. When the backward pass reaches the output of a part of the model, the gradients below this output are
-first computed without further rounding. For each tensor that the part packs, the gradients are then computed again with
-only this tensor rounded to 3 bits. For each part of the model that has a gradient, the squared norm of the difference
-between the two gradients is divided by the squared norm of the first one. The change for the tensor is the sum of these
-ratios. Relative differences are used because optimizers such as Adam are insensitive to the scale of a part's gradient.
+first computed without further rounding. The gradients are then computed again for each tensor that the part packs, with
+only this tensor rounded to 3 bits. The relative change of a part's gradient is the squared norm of the difference
+between the two gradients, divided by the squared norm of the gradient without further rounding. The change for the
+tensor is the sum of the relative changes over all parts that have a gradient. Relative changes are used because
+optimizers such as Adam are insensitive to the scale of a part's gradient.
 
 The changes for several tensors are additive, because the rounding errors of different tensors are independent. The
 change for each tensor is proportional to its squared rounding error. The changes for all other formats are computed
-from this relation. On a trained small ViT, the sum of the changes is within 5 % of the change that results if all
-tensors are rounded. Finally, bits are assigned to the tensors for which they reduce the sum most.
+from this relation. On a trained small ViT, the sum of the changes differs by at most 5 % from the change if all tensors
+are rounded. Finally, additional bits are assigned to the tensors for which these bits reduce the sum most.
 
-If a part is frozen in a profiling step (for example, by `lisa` or `uniform_layers`), its tensors are not measured in
-this step, because the effect of these tensors on other gradients does not predict their effect on the gradient of the
-part.
+If a part is frozen in a profiling step (for example, by `lisa` or `uniform_layers`), the tensors of this part are not
+measured in this step. The effect of these tensors on other gradients does not predict the effect on the frozen part.
 
-ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits based on the sensitivity of the variance of
-the gradient. These papers do not measure the change relative to each part.
+ActNN (Chen et al., ICML 2021) and GACT (Liu et al., ICML 2022) select bits based on how strongly rounding affects the
+variance of the gradient. These papers do not measure the change relative to the gradient of each part.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _IN_VAIN = 16
 
 
 def bits_per_value(form: Form) -> float:
-    """Return the number of bits per packed value, including its share of the group's minimum and step."""
+    """Return the mean number of bits per packed value, including the minimum and the step of each group."""
     bits, group = form
     return bits + 32 / group
 
 
 def packed_bits(n: int, form: Form) -> int:
-    """Return the number of bits that n packed values require. The last group may be padded."""
+    """Return the number of bits that `n` packed values require, including the padding of the last group."""
     bits, group = form
     length = group_length(n, group)
     return -(-n // length) * (bits * length + 32)
@@ -74,10 +74,9 @@ class ChosenBits(PackingState):
         stochastic: if True, values are rounded stochastically.
         profile_steps: number of steps in which changes must be measured.
         steps: number of steps in which changes have been measured.
-        in_vain: number of steps in which no change could be measured.
-        values: number of values of each tensor that was packed in the profile. The keys are the names of the
-            `PackContext`.
-        changes: for each tensor and each format, the change of the gradient, summed over the measured steps.
+        in_vain: number of steps without a finite, nonzero change of the gradient.
+        values: number of values of each tensor that was packed in the profile. The keys are the names of the tensors.
+        changes: change of the gradient for each tensor and each format, summed over the measured steps.
         forms: selected format of each tensor, or None before the end of the profile.
     """
 
@@ -90,8 +89,8 @@ class ChosenBits(PackingState):
     values: dict[str, int] = field(default_factory=dict)
     changes: dict[str, dict[Form, float]] = field(default_factory=dict)
     forms: dict[str, Form] | None = None
-    #: State of the current step: the part that contains each parameter (by id), the frozen parts, and the measured
-    #: changes.
+    #: State of the current step: the part that contains each parameter (keyed by id), the frozen parts, and the
+    #: measured changes.
     _part_of: dict[int, str] = field(default_factory=dict)
     _frozen: dict[str, nn.Module] = field(default_factory=dict)
     _step: dict[str, dict[Form, float]] = field(default_factory=dict)
@@ -108,12 +107,12 @@ class ChosenBits(PackingState):
     def default(self) -> Form:
         """Format of tensors that were not measured.
 
-        It is the largest format that meets the budget if all tensors use it.
+        The default is the largest format that meets the budget if all tensors use this format.
         """
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in its selected format."""
+        """Pack the tensor `x` in the format that was selected for this tensor."""
         form = (_EXACT, min(self.groups)) if self.forms is None else self.forms.get(context.name, self.default)
         packed = GroupBits(*form, self.stochastic).pack(x, context)
         if self.forms is not None:
@@ -141,7 +140,9 @@ class ChosenBits(PackingState):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part once per step. `g` is the gradient of the part's output."""
+        """Measure the changes for the tensors of a part, at most once per step. `g` is the gradient of the part's
+        output.
+        """
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
@@ -151,7 +152,7 @@ class ChosenBits(PackingState):
         parts = [self._part_of.get(id(p), "") for p in parameters]
 
         def gradients() -> dict[str, list[Tensor]]:
-            """Return the gradients of each part. Parameters outside of all parts form one group."""
+            """Return a mapping from parts to their gradients. Parameters outside of all parts form one group."""
             self.last.held = None
             by_part: dict[str, list[Tensor]] = {}
             found = torch.autograd.grad(output, parameters, g, retain_graph=True, allow_unused=True)
@@ -160,7 +161,7 @@ class ChosenBits(PackingState):
             return by_part
 
         try:
-            self._trial = ""  # prevents measurements in the backward passes that run here
+            self._trial = ""  # An empty name prevents measurements in the backward passes below.
             exact = gradients()
             sizes = {name: _squared_norm(group) for name, group in exact.items()}
             for name in names:
@@ -176,12 +177,12 @@ class ChosenBits(PackingState):
             self._trial, self.last.held = None, None
 
     def step_end(self) -> None:
-        """End a step. After the last profiling step, select the formats. All processes select the same formats."""
+        """End a step, and select the formats after the last profiling step. All processes select the same formats."""
         if self.forms is not None or not self.values:
             return
         names, forms = sorted(self.values), [form for form in self.all_forms if form[0] < _EXACT]
-        # Selections have already ended the step. Parts that were frozen only in this step therefore require gradients
-        # again, unlike permanently frozen parts.
+        # Selection methods have already ended the step. Parts that were frozen only in this step therefore require
+        # gradients again, unlike permanently frozen parts.
         paused = {part for part, module in self._frozen.items() if _trains(module)}
         measured_now = {name: of for name, of in self._step.items() if _part(name) not in paused}
         found = [[measured_now.get(name, {}).get(form, 0.0) for form in forms] for name in names]
@@ -207,7 +208,7 @@ class ChosenBits(PackingState):
             return None
         bits, group = self.default
         if not self.forms:
-            return f"bits=auto: no change of the gradient was measured; all tensors have {bits} bits, groups of {group}"
+            return f"bits=auto: no gradient changed, so that all tensors use {bits} bits and groups of {group} values"
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
@@ -216,7 +217,10 @@ class ChosenBits(PackingState):
                 part, form = _part(name), "{}/{}".format(*self.forms[name])
                 by_part[part] = f"{by_part.get(part, part)} {form}"
         listed = ", ".join(by_part.values())
-        return f"bits=auto: {mean:.2f} bits per value with minimum and step; bits/group of each tensor: {listed}"
+        return (
+            f"bits=auto: {mean:.2f} bits per value are used on average, including minimum and step; the number of bits"
+            f" and the group size of each tensor are: {listed}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the profile and the selected formats."""
@@ -241,7 +245,7 @@ class ChosenBits(PackingState):
 
 @dataclass(frozen=True, eq=False)
 class ChosenBitsPacker:
-    """Packer that stores tensors in the formats of a `ChosenBits`.
+    """Packer that stores tensors in the formats that a `ChosenBits` object selects.
 
     All kinds of tensors share one packer, so that each tensor is packed only once.
     """
@@ -250,12 +254,12 @@ class ChosenBitsPacker:
     named: ClassVar[bool] = True
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack x in its selected format."""
+        """Pack the tensor `x` in the format that was selected for this tensor."""
         return self.chosen.pack(x, context)
 
 
 class ProfiledForward(PackedForward):
-    """Forward pass that packs tensors and, during the profile, measures the changes for these tensors."""
+    """Forward pass that packs tensors. During the profile, the change of the gradient is measured for each tensor."""
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -274,7 +278,7 @@ class ProfiledForward(PackedForward):
 
 
 class _Output(torch.autograd.Function):
-    """Identity function for the output of a part. Its backward pass measures the changes. It saves no tensors."""
+    """Identity function for the output of a part. The backward pass measures the changes. No tensors are saved."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, chosen: ChosenBits, part: str) -> Tensor:
@@ -294,8 +298,8 @@ def choose_forms(
     """Select a format for each tensor such that the sum of the changes is approximately minimal under the budget.
 
     All tensors start with the smallest format. Each iteration selects a larger format for the tensor whose change
-    decreases most per additional bit. `forms` must be sorted by size. Formats that are missing in `changes` have a
-    change of 0. `budget` is the mean number of bits per value and must be at least the size of the smallest format.
+    decreases most per additional bit. `forms` must be sorted by size. Formats that are missing from `changes` count as
+    a change of 0. `budget` is the mean number of bits per value and must be sufficient for the smallest format.
     """
     chosen = dict.fromkeys(values, forms[0])
     left = budget * sum(values.values()) * (1 + 1e-9) - sum(packed_bits(n, forms[0]) for n in values.values())
@@ -334,7 +338,7 @@ def _parameters_below(node: Any) -> list[Tensor]:
 
 
 def _part(name: str) -> str:
-    """Return the name of the part of the model to which a packed tensor belongs, without the number of the call."""
+    """Return the name of the part that packs the tensor `name`, without the number of the call."""
     return name.partition("/")[0].partition("(")[0]
 
 

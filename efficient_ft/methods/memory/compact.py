@@ -2,8 +2,8 @@
 
 Sources: Andoorveedu, Zhu, Zheng, Pekhimenko, "Tempo: Accelerating Transformer-Based Model Training through Memory
 Footprint Reduction", NeurIPS 2022; Yang, Wei, et al., "Reducing Fine-Tuning Memory Overhead by Approximate and
-Memory-Sharing Backpropagation" (MS-BP), ICML 2024. In MS-BP, a normalization and the layers after it share the
-normalized input x̂.
+Memory-Sharing Backpropagation" (MS-BP), ICML 2024. In MS-BP, a normalization layer shares its normalized input x̂ with
+the layers that follow.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Compact(ActivationPacking):
     """Save each activation only once and without loss. The forward pass does not change.
 
-    A normalization saves its normalized input x̂, and the inputs of the layers after the normalization are recomputed
-    from x̂. A layer that follows GELU, SiLU or a product of two activations (SwiGLU) does not save its input. In a
-    network with BatchNorm, a layer that follows BatchNorm and an activation function does not save its input either. No
-    matrix product is computed twice, except in recomputed attention. Up to rounding errors, the gradients equal those
-    of training without the method.
+    A normalization layer saves its normalized input x̂. The inputs of the layers after the normalization layer are
+    recomputed from x̂. A layer that follows GELU, SiLU or a product of two activations (SwiGLU) does not save its
+    input. In a network with BatchNorm, a layer that follows BatchNorm and an activation function does not save its
+    input either. No matrix product is computed twice, except in recomputed attention. Up to rounding errors, the
+    gradients equal those of training without the method.
 
     Args:
-        attention: ``recomputed`` saves q, k and v and recomputes attention in the backward pass. Neither the output nor
-            the statistics of attention are then saved. ``kept`` saves the same tensors as torch's attention operation.
-            ``mixed`` recomputes attention only in every fourth block (for example, in the fourth, eighth and twelfth of
-            twelve blocks).
-        activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions. ``same`` is the dtype
-            of the input and is exact. ``bf16`` and ``fp16`` use half the memory of fp32. ReLU saves one bit per
+        attention: ``recomputed`` saves q, k and v, but not the output or the statistics of attention, and recomputes
+            attention in the backward pass. ``kept`` saves the same tensors as torch's attention operation. ``mixed``
+            recomputes attention only in every fourth block (for example, in the fourth, eighth and twelfth of twelve
+            blocks).
+        activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions. ``same`` keeps the
+            dtype of the input and is exact. ``bf16`` and ``fp16`` use half the memory of fp32. ReLU saves one bit per
             element.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a setting is invalid.
     """
 
     name = "compact"
@@ -63,7 +63,7 @@ class Compact(ActivationPacking):
         check_choice("attention", attention, ("mixed", "recomputed", "kept"))
         check_choice("activation_dtype", activation_dtype, ("same", *_DTYPES))
         self.attention, self.activation_dtype = attention, activation_dtype
-        # If ``attention=mixed``, names of the blocks that save the same tensors as torch's attention operation.
+        # Names of the blocks that save the same tensors as torch's attention operation with ``attention=mixed``.
         self._kept: frozenset[str] = frozenset()
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:

@@ -22,7 +22,7 @@ from efficient_ft.ops.storage import BITS, GroupBits, Packer
 
 #: Maximum number of values in a group.
 _LARGEST = 2**16
-#: Group sizes from which bits=auto selects.
+#: Group sizes that ``bits=auto`` can select.
 _CHOSEN_GROUPS = (64, 128, 256)
 
 
@@ -37,23 +37,25 @@ class LowBit(ActivationPacking):
     element.
 
     Args:
-        bits: bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the number of bits for each tensor under the
-            `budget`, based on how much rounding the tensor changes the gradient. The changes are measured in a profile,
-            which consists of the first `profile_steps` steps. During the profile, all tensors are stored in 8 bits.
+        bits: number of bits per value: 8, 4, 3, 2 or ``auto``. ``auto`` selects the number of bits for each tensor
+            under the `budget`, based on how much the gradient changes if the tensor is rounded. The changes are
+            measured in a profile, which consists of the first `profile_steps` steps. During the profile, all tensors
+            are stored in 8 bits.
         budget: mean number of bits per value with ``bits=auto``, including the minimum and the step of each group. A
-            budget of 3.5 results in the same size as ``bits=3``. If None, 4.5 is used, which results in the same size
-            as ``bits=4``.
-        profile_steps: number of optimizer steps in the profile of ``bits=auto``. Such a step takes longer by about half
-            a step for each packed tensor, and temporarily stores two additional gradients.
-        group: number of values per group. Must be a multiple of 8 up to 65536. The minimum and the step add 32 / group
-            bits to each value. If None, the number is 64, or 40 with ``bits=2``. With ``bits=auto`` and None, 64, 128
-            or 256 is selected for each tensor.
+            budget of 3.5 results in the same size as ``bits=3``. If None, the budget is 4.5, which results in the same
+            size as ``bits=4``.
+        profile_steps: number of optimizer steps in the profile of ``bits=auto``. The measurement of each packed tensor
+            extends a profile step by about half the time of a normal step. A profile step temporarily stores two
+            additional copies of the gradients.
+        group: number of values per group. Must be a multiple of 8 and at most 65536. The minimum and the step add 32 /
+            group bits to each value. If None, a group contains 64 values, or 40 values with ``bits=2``. With
+            ``bits=auto``, None means that a group size of 64, 128 or 256 is selected for each tensor.
         rounding: ``nearest``, which has a smaller error, or ``stochastic``, which is unbiased (as in ActNN).
         attention: ``fused`` saves q, k and v and recomputes attention from these tensors with torch's fused kernel.
             ``unfused`` saves q, k, v and the output of the softmax.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a setting is invalid.
     """
 
     name = "low_bit"
@@ -73,7 +75,7 @@ class LowBit(ActivationPacking):
             raise SettingError("bits", bits, (*map(str, BITS), "auto"))
         if group is not None and (type(group) is not int or group % 8 or not 8 <= group <= _LARGEST):
             raise SettingError(
-                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null is 64, or 40 with 2 bits."
+                "group", group, f"a multiple of 8 from 8 to {_LARGEST}, or null", "null means 64, or 40 with bits=2."
             )
         check_choice("rounding", rounding, ("nearest", "stochastic"))
         check_choice("attention", attention, ("fused", "unfused"))
@@ -88,17 +90,15 @@ class LowBit(ActivationPacking):
         if self.budget is None:
             return
         if self.bits != "auto":
-            raise SettingError(
-                "budget", self.budget, f"null with bits={self.bits}", "Only bits=auto selects bits under a budget."
-            )
+            raise SettingError("budget", self.budget, f"null with bits={self.bits}", "A budget requires bits=auto.")
         least = bits_per_value((min(BITS), max(self._groups)))
         most = bits_per_value((max(BITS), min(self._groups)))
-        allowed = f"null or a number of bits per value, with minimum and step, from {least:g} to {most:g}"
+        allowed = f"null or a number of bits per value from {least:g} to {most:g}, including minimum and step"
         check_number("budget", self.budget, allowed, lambda bits: least <= bits <= most)
 
     @property
     def _groups(self) -> tuple[int, ...]:
-        """Group sizes that may be used. There is only one group size unless ``bits=auto``."""
+        """Group sizes that may be used. Several group sizes are possible only with ``bits=auto``."""
         if self.group is not None:
             return (self.group,)
         return _CHOSEN_GROUPS if self.bits == "auto" else (40 if self.bits == 2 else 64,)

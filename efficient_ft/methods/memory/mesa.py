@@ -18,9 +18,10 @@ from efficient_ft.ops.storage import EightBits
 class Mesa(ActivationPacking):
     """Save the tensors for the backward pass in 8 bits. The forward pass does not change.
 
-    q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and smooth
-    activation functions are stochastically rounded to 255 steps. Each tensor, or each attention head of a tensor, has a
-    running range. Ranges are exponential moving averages with decay 0.9. ReLU saves one bit per element.
+    The tensors q, k, v, the output of the softmax, and the inputs of linear layers, convolutions, normalizations and
+    smooth activation functions are stochastically rounded to 255 steps. Each tensor, or each attention head of a
+    tensor, has a running range. The ranges are exponential moving averages with decay 0.9. ReLU saves one bit per
+    element.
 
     Args:
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v
@@ -29,7 +30,7 @@ class Mesa(ActivationPacking):
             recomputed from the tensor that is saved for GELU or the LayerNorm.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a setting is invalid.
     """
 
     name = "mesa"

@@ -32,10 +32,10 @@ from efficient_ft.ops.saving import (
 )
 from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
-#: Reason why low-rank methods cannot be stacked with methods that change the forward pass of layers.
+#: Reason why low-rank methods cannot be combined with methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
-#: A layer inside a packed part is not packed if it was skipped for one of these reasons. The input of such a layer has
-#: no batch dimension of images.
+#: Reasons why a layer inside a packed part is not packed. The input of such a layer has no dimension for the images of
+#: the batch.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
@@ -44,8 +44,8 @@ class Part:
     """Part of a model that a method packs.
 
     Attributes:
-        layers: packed layers inside the part. The keys are full names.
-        networks: layers that compute a bias for the attention scores from positions.
+        layers: packed layers inside the part. The keys are the full names of the layers.
+        networks: layers that compute an attention bias from token positions.
         is_head: True if the part contains the classifier of a model with attention.
     """
 
@@ -76,7 +76,7 @@ class PackedForward(MemoryForward):
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
 
-    @torch.compiler.disable  # the mode intercepts operations at run time; only code outside of the part may be compiled
+    @torch.compiler.disable  # The mode intercepts operations, which is not possible in compiled code.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.within(*args, **kwargs)
@@ -98,17 +98,17 @@ def uniform_policy(packer: Packer, **options: Any) -> Policy:
 
 
 def with_position_network(policy: Policy) -> Policy:
-    """Return the policy for a part in which a trained network computes a bias for the attention scores from positions.
+    """Return the policy for a part in which a trained network computes an attention bias from token positions.
 
     The gradient of the bias equals the gradient of the attention scores, summed over images and windows. Each row of
-    this gradient sums to 0, so that the terms in the gradient of the network largely cancel out. If q, k, v and the
-    output of the softmax were stored coarsely, the gradient of the network would consist mostly of errors. Therefore,
-    `Sparse` and `GroupBits` are replaced by a format with 8 bits per value.
+    this gradient sums to 0, so that most of the terms in the gradient of the network cancel out. If q, k, v and the
+    output of the softmax were stored with low precision, the gradient of the network would consist mostly of errors.
+    Therefore, `Sparse` and `GroupBits` are replaced by a format with 8 bits per value.
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):
-        return policy  # the format drops no values
-    if policy.forward:  # in the negative control, the forward pass also uses the pruned tensors
+        return policy  # This format saves exact values.
+    if policy.forward:  # In the negative control, the forward pass also uses pruned tensors.
         return replace(policy, position_network=True)
     if isinstance(packer, Sparse):
         packer = GroupBits(8)
@@ -120,7 +120,7 @@ def with_position_network(policy: Policy) -> Policy:
 class _PlainForward(MemoryForward):
     """Forward pass without packing for a module inside a packed part.
 
-    The input of the module has no batch dimension of images.
+    The input of the module has no dimension for the images of the batch.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -134,8 +134,8 @@ class PartwiseMethod(MemoryMethod):
     In a model with attention, the blocks, the modules between stages, and a stem with several convolutions are packed.
     The patch embedding, the final normalization and the head stay dense and exact, as published. In a network without
     attention, all layers are packed, including the stem and the classifier, as published. Layers that compute no
-    gradients do not save tensors. The selection determines which parameters are trained. torch.compile does not compile
-    packed parts.
+    gradients do not save tensors. The selection method determines which parameters are trained. torch.compile does not
+    compile packed parts.
 
     Attributes:
         packs_tail: if True, the final normalization of a model with attention is also packed. The head then saves an
@@ -145,7 +145,7 @@ class PartwiseMethod(MemoryMethod):
     packs_tail: bool = False
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        """Return the names of additional layers that this method does not change, each mapped to the reason."""
+        """Return the reason for each additional layer that is not changed. The keys are the names of the layers."""
         return {}
 
     def _packs(self, module: nn.Module) -> bool:
@@ -209,7 +209,7 @@ class ActivationPacking(PartwiseMethod):
 
     @abstractmethod
     def policy(self) -> Policy:
-        """Return the packer for each kind of activation. `apply` calls this method."""
+        """Return the policy, which contains the packer for each kind of activation. `apply` calls this function."""
 
     def policy_of(self, part: str) -> Policy:
         """Return the policy for the part with the full name `part`. By default, all parts have the same policy."""
@@ -233,11 +233,13 @@ class ActivationPacking(PartwiseMethod):
             if forward.networks and with_position_network(forward.policy).attention != forward.policy.attention
         ]
         if finer:
-            notes.append(f"8 bits for q, k, v and softmax in {within(finer)}, where a position network is trained")
+            notes.append(
+                f"q, k, v and softmax are saved in 8 bits where position networks are trained ({within(finer)})"
+            )
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         if named:
-            notes.append(f"saved without packing, per image: {', '.join(named)}")
+            notes.append(f"operations without packing save the following memory per image: {', '.join(named)}")
         return tuple(notes)
 
 
@@ -257,21 +259,21 @@ def _dense_bytes(model: nn.Module, view: ModelView, packing: PackingState) -> di
     try:
         with mode:
             call(copied.train(), view.image_size)
-    except Exception:  # the model's own code may raise any exception on fake tensors; the report is then shorter
+    except Exception:  # The model may raise any exception on fake tensors. In this case, the report has no note.
         return {}
     found = {name: size / BATCH for name, size in state.dense.bytes_of.items()}
     return {name: size for name, size in found.items() if size >= 2**20 / 100}
 
 
 def _position_networks(view: ModelView, part: str, parts: Sequence[str]) -> list[str]:
-    """Return the names of the layers in `part` or outside of all parts whose input does not come from the images."""
+    """Return the names of layers in `part`, or outside of all parts, whose input does not come from the images."""
     names = [x.name for x in view.layers if x.why_not is not None and x.why_not.reason is Reason.NOT_FROM_IMAGES]
     others = tuple(f"{other}." for other in parts if other != part)
     return [name for name in names if not name.startswith(others)]
 
 
 def _runs_packed(view: ModelView, name: str) -> bool:
-    """Return False if the layer is a normalization that calls torch functions, but none with a packed version."""
+    """Return False if the layer is a normalization that calls torch functions, none of which has a packed version."""
     functions = view.functions(name)
     if functions is None or not is_norm(view.model.get_submodule(name)):
         return True
@@ -279,10 +281,10 @@ def _runs_packed(view: ModelView, name: str) -> bool:
 
 
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
-    """Return the names of the modules to pack, the names of those that contain the head, and the dense modules.
+    """Return the modules to pack, the modules that contain the head, and the reasons for the dense modules.
 
-    The modules to pack are disjoint. The second list is empty if the model has no attention. Each dense module is
-    mapped to the reason.
+    All modules are given by name. The modules to pack are disjoint. The second list is empty if the model has no
+    attention.
     """
     inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
     holders = {name.split(".")[0] for name in inner}

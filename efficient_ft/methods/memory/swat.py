@@ -32,21 +32,21 @@ class _SparseForward(MemoryForward):
         self.name, self.thresholds, self.layers = name, thresholds, layers
 
     def weights(self) -> dict[str, nn.Parameter]:
-        """Return a mapping from names to weights. A weight that several layers share appears only once."""
+        """Return a mapping from names to weights. A weight that is shared by several layers appears only once."""
         found: dict[int, tuple[str, nn.Parameter]] = {}
         for name, layer in self.layers.items():
             assert isinstance(layer.weight, nn.Parameter)
             found.setdefault(id(layer.weight), (f"{name}.weight", layer.weight))
         return dict(found.values())
 
-    @torch.compiler.disable  # the mode intercepts operations at run time; only code outside of the part may be compiled
+    @torch.compiler.disable  # The mode intercepts operations, which is not possible in compiled code.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
         refuse_export(
             "method swat: an exported network would compute with dense weights.",
-            "Remove the method first: swat.remove(model). The dropped weights are then zero.",
+            "Remove the method first: swat.remove(model). The removal sets the dropped weights to zero.",
         )
         names = {id(weight): name for name, weight in self.weights().items()}
         modules = None
@@ -66,28 +66,28 @@ class _SparseForward(MemoryForward):
 class SWAT(PartwiseMethod):
     """Compute with the largest weights of each layer, and save the largest activations for the backward pass.
 
-    The forward pass of linear layers and convolutions, and the computation of the gradient of their input, ignore the
-    smallest weights. The computation of the gradient of the weight ignores the smallest activations. The gradient of
-    the weight is dense, so that dropped weights are still trained and may be used again later. For each layer, one
-    threshold is computed for all values of the weight, and one threshold for the activations of all images in the
-    batch. The first layer of the network and all layers other than linear layers and convolutions are exact. In a model
-    with attention, the patch embedding and the head are also exact. ReLU saves one bit per element.
+    Linear layers and convolutions ignore the smallest weights in the forward pass and in the computation of the input
+    gradient. The computation of the weight gradient ignores the smallest activations. The weight gradient is dense, so
+    that dropped weights are still trained and may be used again later. Each layer has one threshold for all values of
+    the weight, and one threshold for the activations of all images in the batch. The first layer of the network and all
+    layers other than linear layers and convolutions are exact. In a model with attention, the patch embedding and the
+    head are also exact. ReLU saves one bit per element.
 
     The trained network has sparse weights. Evaluation uses the sparse weights, and dropped values are zero in exported
-    weights. `remove` does not restore these values. In steps that compute the thresholds, the fraction of dropped
+    weights. `remove` does not restore the dropped values. In steps that compute the thresholds, the fraction of dropped
     values equals `sparsity`. In other steps and at the end of training, this fraction depends on how the weights have
     changed.
 
     Args:
-        sparsity: fraction of the weights and activations that are dropped. Must be in [0, 1).
+        sparsity: fraction of the weights and activations that is dropped. Must be in [0, 1).
         refresh_interval: number of optimizer steps between two computations of the thresholds.
 
     Raises:
-        SettingError: If a value is not allowed.
+        SettingError: If a setting is invalid.
     """
 
     name = "swat"
-    changes_weights = True  # dropped weights become zero
+    changes_weights = True  # `_remove` sets the dropped weights to zero
     adds = frozenset({Adds.SPARSE_WEIGHTS})
     acts_per_step = True
     conflicts: Mapping[str, str] = {Adds.LOW_RANK_LAYERS: DENSE_FORWARD}

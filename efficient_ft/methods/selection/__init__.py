@@ -1,1 +1,1 @@
-"""Selections of the parameters to train."""
+"""Methods that select the parameters to train."""

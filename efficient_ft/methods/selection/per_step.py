@@ -1,9 +1,9 @@
-"""Selections that change between steps. In each step, some blocks are trained, and the other blocks are frozen.
+"""Selection methods that train different blocks in different steps. Blocks that are not trained in a step are frozen.
 
 Within a step, frozen parameters have ``requires_grad = False``, so that no gradients are computed for these parameters.
 Below the lowest trainable parameter, autograd records no graph and saves no tensors. Between steps, all parameters that
 may be trained require gradients. The optimizer can therefore be created with all of these parameters, and its parameter
-groups do not change. Random choices are derived from (seed, step).
+groups do not change. Random choices are derived from the seed and the number of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_unde
 
 
 class LayersPerStep(Selection):
-    """Base class of the selections that change between steps.
+    """Base class of the selection methods that train different blocks in different steps.
 
     A subclass implements `choose`, which returns the blocks to train. The head and the norm before the head are trained
     in every step. Within a step, the parameters of the blocks that were not chosen are frozen. Between steps, all
@@ -38,10 +38,10 @@ class LayersPerStep(Selection):
         train_embeddings: if True, the modules before the blocks (patch embedding, class token, positions) are trained
             in every step. If False, these modules are frozen, and the backward pass of a step ends at the lowest
             trained block.
-        seed: seed for the random choices. If None, the seed of the run is used, or 0 outside of runs.
+        seed: seed for the random choices. If None, the seed of the run is used. Outside of a run, None means 0.
 
     Raises:
-        SettingError: If a value is not allowed. Raised by `apply` if the model has fewer blocks than `num_layers`.
+        SettingError: If a setting is invalid. Also raised by `apply` if the model has fewer blocks than `num_layers`.
         UserError: Raised by `apply` if the model's blocks are not recognized.
     """
 
@@ -56,7 +56,7 @@ class LayersPerStep(Selection):
         check_integer("num_layers", num_layers)
         check_bool("train_embeddings", train_embeddings)
         if seed is not None and (type(seed) is not int or seed < 0):
-            raise SettingError("seed", seed, "null (the run's) or an integer >= 0")
+            raise SettingError("seed", seed, "null (the seed of the run) or an integer >= 0")
         self.num_layers, self.train_embeddings, self.seed = num_layers, train_embeddings, seed
         self._blocks: dict[str, nn.Module] = {}
         #: Trainable parameters of each block after all methods have been applied. Adapters may have frozen some
@@ -68,8 +68,8 @@ class LayersPerStep(Selection):
     def choose(self, step: int, count: int) -> list[int]:
         """Return the indices of the blocks to train in a step, counted from 0.
 
-        Random choices must be derived only from (`self.seed`, `step`), so that all processes and resumed runs make the
-        same choices.
+        Random choices must depend only on `self.seed` and `step`, so that all processes and resumed runs make the same
+        choices.
 
         Args:
             step: number of the optimizer step, counted from 0.
@@ -87,14 +87,14 @@ class LayersPerStep(Selection):
         super()._apply(model, view)
         self._blocks, self._trainable = {name: model.get_submodule(name) for name in view.blocks}, None
         frozen = [name for name, trains in trainable(model).items() if not trains]
-        why = Skipped(Reason.FROZEN, "frozen: before or between the blocks")
+        why = Skipped(Reason.FROZEN, "frozen because the parameter is before or between the blocks")
         rest = "embeddings, norm and head" if self.train_embeddings else "norm and head"
-        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} always train", *self._notes()])
+        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} are always trained", *self._notes()])
         return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
 
     def _drawn(self, count: int) -> str:
         """Return a phrase about the number of trained blocks out of `count` blocks."""
-        return f"{self.num_layers} of {count} blocks train in each step"
+        return f"{self.num_layers} of {count} blocks are trained in each step"
 
     def _notes(self) -> tuple[str, ...]:
         return ()
@@ -158,7 +158,7 @@ class UniformLayers(LayersPerStep):
 
 @register
 class LISA(LayersPerStep):
-    """Train K blocks, which are sampled uniformly every `interval` steps, and the modules before and after the blocks.
+    """Train K blocks, sampled uniformly every `interval` steps, and the modules before and after all blocks.
 
     Source: Pan, Liu, Diao, Pi, Zhang, Han, Zhang, "LISA: Layerwise Importance Sampling for Memory-Efficient Large
     Language Model Fine-Tuning", NeurIPS 2024.
@@ -184,7 +184,7 @@ class LISA(LayersPerStep):
     def _drawn(self, count: int) -> str:
         if self.interval == 1:
             return super()._drawn(count)
-        return f"{self.num_layers} of {count} blocks train, drawn every {self.interval} steps"
+        return f"{self.num_layers} of {count} blocks are trained, sampled every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
         # The number of the first step in the interval is used, so that the choice is the same in the entire interval.
@@ -196,9 +196,9 @@ class TopLayers(LayersPerStep):
     """Train the K most important blocks ("FT top-K" in the ALaST paper). Importance is measured in a short profile.
 
     All blocks are trained during the profile. The importance of a block is the norm of its gradient relative to the
-    norm of its weights, ‖g‖ / ‖w‖. In each step, the importances are normalized to a sum of 1. The normalized values
-    are summed over the steps of the profile. This measure is our choice, because the paper only mentions "exploration".
-    Steps with non-finite gradients are ignored. Checkpoints contain the selected blocks.
+    norm of its weights, ‖g‖ / ‖w‖. In each step, the importances of all blocks are normalized to a sum of 1. The
+    normalized values are summed over the steps of the profile. The paper does not define this measure and only mentions
+    "exploration". Steps with non-finite gradients are ignored. Checkpoints contain the selected blocks.
 
     Args:
         num_layers: number K of blocks to train after the profile.
@@ -228,7 +228,7 @@ class TopLayers(LayersPerStep):
         return self.profile_steps - self._steps
 
     def _drawn(self, count: int) -> str:
-        return f"{self.num_layers} of {count} blocks train, chosen after {self.profile_steps} steps of all blocks"
+        return f"{self.num_layers} of {count} blocks are trained after a profile of {self.profile_steps} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
         return self._top if self._steps >= self.profile_steps else list(range(count))
@@ -242,7 +242,7 @@ class TopLayers(LayersPerStep):
         sizes = [next(found) if parameters else 0.0 for parameters in blocks]
         total = sum(sizes)
         if not math.isfinite(total):
-            return  # the optimizer skips a step with an fp16 overflow, and the profile takes one step longer
+            return  # The optimizer skips steps with an fp16 overflow, so that the profile takes longer.
         shares = [size / total if total else 0.0 for size in sizes]
         self._shares = [a + b for a, b in zip(self._shares or [0.0] * len(shares), shares, strict=True)]
         self._steps += 1

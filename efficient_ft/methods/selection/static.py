@@ -1,7 +1,7 @@
-"""Static selections, which select the parameters to train once, before training.
+"""Static selection methods, which select the parameters to train once before training.
 
-Only selections set `requires_grad`, except that adapters may freeze the layers that they adapt. Below the lowest
-trainable parameter, autograd records no graph and saves no activations.
+Only selection methods set `requires_grad`. As an exception, adapters may freeze the layers that they adapt. Below the
+lowest trainable parameter, autograd records no graph and saves no activations.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parame
 
 
 class Selection(Method):
-    """Base class of the selections.
+    """Base class of the selection methods.
 
     A subclass implements `chosen`, which returns the parameters to train. All other parameters are frozen. `apply` sets
-    `requires_grad`. Its report lists modules and parameters with as few names as possible. `remove` restores
-    `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A constructor
-    must call ``super().__init__()``.
+    `requires_grad`, and the report lists the trained and the frozen parts with as few names as possible. `remove`
+    restores `requires_grad`. Frozen feed-forward networks process the batch in parts (see `methods.feed_forward`). A
+    constructor must call ``super().__init__()``.
     """
 
     axis = Axis.SELECTION
     changes_weights = False
-    #: Mapping from parameter names to the value of `requires_grad` before the selection was applied.
+    #: Mapping from parameter names to the value of `requires_grad` before the method was applied.
     _before: dict[str, bool]
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class Selection(Method):
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
 
     def _trains(self, touched: tuple[str, ...]) -> str:
-        """Return a phrase that states which parts are trained. `touched` contains their names."""
+        """Return a phrase that states which parts are trained. `touched` contains the names of these parts."""
         return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
@@ -102,7 +102,7 @@ class Full(Selection):
 
 @register
 class HeadOnly(Selection):
-    """Train only the classifier (linear probing). If a model has two classifiers, both are trained."""
+    """Train only the classifier (linear probing). If a model has two classifiers, both classifiers are trained."""
 
     name = "head"
     needs = frozenset({Needs.CLASSIFIER})
@@ -113,10 +113,10 @@ class HeadOnly(Selection):
 
 @register
 class LastStage(Selection):
-    """Train the last stage, the layers after it, and the head, as in the partial training of LBP-WHT.
+    """Train the last stage, the layers after the last stage, and the head (the partial training in the LBP-WHT paper).
 
-    The downsampling layer of the stage is also trained, except for models for which the papers omit this layer
-    (EfficientFormerV2). An isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.
+    The downsampling layer of the stage is also trained, except in EfficientFormerV2, for which the papers omit this
+    layer. An isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.
 
     Raises:
         UserError: Raised by `apply` if the model's stages or blocks are not recognized.
@@ -141,20 +141,20 @@ class Blocks(Selection):
         blocks: indices of the blocks to train, counted from 0 across all stages. Negative indices count from the end.
 
     Raises:
-        SettingError: If the list is empty. Raised by `apply` if an index is out of range.
+        SettingError: If the list is empty. Also raised by `apply` if an index is out of range.
     """
 
     name = "blocks"
     needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER})
     hints: ClassVar[Mapping[Needs, str]] = {
-        Needs.BLOCKS: "Select the parameters to train by another selection (head, full, bitfit, norm_last)."
+        Needs.BLOCKS: "Use another selection method (head, full, bitfit or norm_last)."
     }
     #: If True, a list that refers to a block twice is rejected.
     _each_once = False
 
     def __init__(self, blocks: list[int]) -> None:
         super().__init__()
-        check_indices("blocks", blocks, do="For the head alone use method=head.")
+        check_indices("blocks", blocks, do="To train only the head, use method=head.")
         self.blocks = list(blocks)
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ class BitFit(Selection):
     """Train all bias vectors and the head (BitFit: Ben Zaken et al., 2022).
 
     The parameters `q_bias` and `v_bias` of SwinV2 and BEiT, which are not part of the qkv layer, are also trained.
-    Tables of relative positions are not trained, even if their names contain "bias".
+    Relative position tables are not trained, even if their names contain "bias".
 
     Raises:
         UserError: Raised by `apply` if the model has no biases outside its head.
@@ -219,7 +219,7 @@ class NormLast(Selection):
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
     """Return names of modules and parameters that cover exactly the parameters whose ids are in `chosen`.
 
-    The function returns as few names as possible.
+    The number of returned names is as small as possible.
     """
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:

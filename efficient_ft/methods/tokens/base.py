@@ -1,6 +1,7 @@
 """Base classes of the methods that drop or merge tokens by replacing the forward passes of transformer blocks.
 
-A transformer block runs in two halves: attention and the feed-forward network. The number of tokens is reduced between
+A transformer block consists of two halves: attention and the feed-forward network. The number of tokens is reduced
+    between
 the two halves of a block or after the second half. Each block passes a record of the remaining tokens
 (`ops.tokens.Tokens`) to the next block.
 """
@@ -36,7 +37,7 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Submodules that a supported block may have, and submodules that it must have, in order of execution.
+#: Names of the submodules that a supported block may have, and of the required submodules in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
 #: Functions that compute the attention map (B, H, N, N) in unfused attention.
@@ -44,7 +45,7 @@ SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
 class Attention(TorchFunctionMode):
-    """Context manager that records the attention of the class token, in fused and in unfused attention.
+    """Context manager that records the attention of the class token in fused and unfused attention operations.
 
     Args:
         prefix: number P of prefix tokens. The first prefix token is the class token.
@@ -66,7 +67,8 @@ class Attention(TorchFunctionMode):
             q, k, *others = args
             packing = current_packing()
             if packing is not None and packing.policy.fused is None:
-                q, k = q.contiguous(), k.contiguous()  # as in unfused attention; k is then saved only once
+                # As in unfused attention, q and k are contiguous, so that k is saved only once.
+                q, k = q.contiguous(), k.contiguous()
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
@@ -76,9 +78,9 @@ class Attention(TorchFunctionMode):
 
 
 class Place(NamedTuple):
-    """Properties of a block's position in a model.
+    """Position of a block in a model, and layout of its tokens.
 
-    `prefix` is the number of prefix tokens, and `positions` is the number of positions H · W in the grid of patch
+    `prefix` is the number of prefix tokens, and `positions` is the number H · W of positions in the grid of patch
     tokens. If `last` is True, no record of tokens is attached to the output of the block.
     """
 
@@ -89,10 +91,11 @@ class Place(NamedTuple):
 
 
 class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all its tokens. Other blocks of the same model drop or merge tokens.
+    """Forward pass of a block that keeps all tokens in a model in which other blocks drop or merge tokens.
 
     The record of the tokens is taken from the input and attached to the output. If a block has several such forward
-    passes, only one of them runs: the outermost one that drops or merges tokens, or else the innermost one.
+        passes, only one of them runs: the outermost forward pass that drops or merges tokens, or the innermost forward
+        pass if none of them does.
     """
 
     def __init__(self, module: nn.Module, place: Place) -> None:
@@ -100,7 +103,8 @@ class TokenForward(OwnForward):
         self.method_name, self.prefix, self.positions, self.last = place
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):  # an inner one handles the record
+        # An inner forward pass of this kind handles the record of the tokens.
+        if any(isinstance(inner, TokenForward) for inner in self.all_inside()):
             result: Tensor = self.within(x, *args, **kwargs)
             return result
         x, tokens = pop_tokens(x)
@@ -114,32 +118,32 @@ class TokenForward(OwnForward):
     def popped(self, x: Tensor, others: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Tokens | None]:
         """Return x and the record of its tokens.
 
-        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions,
-        which refer to all tokens.
+        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions. A
+        mask and positions refer to all tokens.
         """
         if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
             name = self.method_name
             raise UserError(
-                f"method {name}: torch.onnx.export with dynamo=False has no operators for dropping or merging tokens."
+                f"method {name}: torch.onnx.export with dynamo=False does not support dropping or merging tokens."
                 f" Use dynamo=True, or remove the method first: {name}.remove(model). The exported model then uses all"
                 " tokens."
             )
         if any(value is not None and value is not False for value in (*others, *keywords.values())):
             raise UserError(
                 f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
-                " attention mask or positions. Use a model without them."
+                " attention mask or positions. Use a model without masks and positions."
             )
         return pop_tokens(x)
 
     def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
-        """Return x + attention(x). If `observer` is given, attention runs inside this context manager."""
+        """Return x plus the attention output. If `observer` is given, attention runs inside this context manager."""
         block: Any = self.module
         with observer or nullcontext():
             attended = block.attn(block.norm1(x))
         return x + _through(block, ("ls1", "drop_path1"), attended)
 
     def second_half(self, x: Tensor) -> Tensor:
-        """Return x + feed-forward network(x)."""
+        """Return x plus the output of the feed-forward network for x."""
         block: Any = self.module
         return x + _through(block, ("ls2", "drop_path2"), block.mlp(block.norm2(x)))
 
@@ -153,8 +157,8 @@ def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
 class DroppingForward(TokenForward):
     """Forward pass of a block that drops tokens after attention and before the feed-forward network.
 
-    `keep` takes the number of patch tokens and returns the number of patch tokens to keep. If `fuse` is True, the
-    dropped tokens are fused into one token, which is appended to the kept tokens.
+    `keep` is a function that takes the number of patch tokens and returns the number of patch tokens to keep. If `fuse`
+    is True, the dropped tokens are fused into one token, which is appended to the kept tokens.
     """
 
     def __init__(self, module: nn.Module, place: Place, keep: Callable[[int], int], fuse: bool) -> None:
@@ -173,7 +177,7 @@ class DroppingForward(TokenForward):
             return self.passed_on(self.second_half(x), tokens)
 
     def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
-        """Drop the tokens with the lowest recorded attention. Return the remaining tokens and their record."""
+        """Drop the tokens with the lowest recorded attention, and return the remaining tokens and their record."""
         assert attention.scores_BL is not None, "no attention was recorded"
         count = attention.scores_BL.shape[1]
         kept = self.keep(count)
@@ -183,26 +187,26 @@ class DroppingForward(TokenForward):
 
 
 def grid_positions(view: ModelView) -> int:
-    """Return the number of positions H · W in the grid of patch tokens. The method must declare `Needs.TOKEN_GRID`."""
+    """Return the number H · W of positions in the grid of patch tokens. The method must declare `Needs.TOKEN_GRID`."""
     assert view.block_grid is not None
     height, width = view.block_grid
     return height * width
 
 
 class _Refused:
-    """Replacement for a function of a model that requires all tokens of each block. It raises UserError."""
+    """Replacement for a function that requires all tokens of each block. Calling the replacement raises UserError."""
 
     def __init__(self, method_name: str, function: str) -> None:
         self.method_name, self.function = method_name, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         raise UserError(
-            f"method {self.method_name}: {self.function} needs all tokens of each block, but the method removes tokens."
-            f" Remove the method first: {self.method_name}.remove(model)."
+            f"method {self.method_name}: the function {self.function} requires all tokens of each block, but the method"
+            f" removes tokens. Remove the method first: {self.method_name}.remove(model)."
         )
 
 
-#: Functions of `timm` models that arrange the output tokens of blocks on the grid.
+#: Names of functions of `timm` models that arrange the output tokens of blocks on the grid.
 _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 
 
@@ -210,7 +214,7 @@ class TokenMethod(Method):
     """Base class of the methods that replace the forward passes of transformer blocks."""
 
     def refuse_other_blocks(self, view: ModelView, names: Sequence[str]) -> None:
-        """Raise UserError if a named block cannot be split into the two halves that `TokenForward` runs.
+        """Raise UserError if a block in `names` cannot be split into the two halves that `TokenForward` runs.
 
         UserError is also raised if a block has its own forward pass or contains a module that another method has added.
         """
@@ -222,8 +226,8 @@ class TokenMethod(Method):
             if new:
                 owners = (mark.method for mark in marks_of(view.model) if new & set(mark.modules))
                 raise UserError(
-                    f"method {self.name}: {name} of {view.name} has a module that {next(owners, 'another library')}"
-                    " added to it. Drop or merge tokens in other blocks only."
+                    f"method {self.name}: the block {name} of {view.name} has a module that was added by"
+                    f" {next(owners, 'another library')}. Drop or merge tokens only in other blocks."
                 )
             takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
             # timm registers submodules in execution order. Therefore, this check rejects blocks with norms after
@@ -231,18 +235,18 @@ class TokenMethod(Method):
             if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
                 raise UserError(
                     f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
-                    " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged in"
-                    " timm's ViT blocks only."
+                    " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged only"
+                    " in timm's ViT blocks."
                 )
             if type(block).forward is not Block.forward or foreign_forward(block) is not None:
                 raise UserError(
                     f"method {self.name}: {name} of {view.name} ({type(block).__name__}) has its own forward pass,"
-                    " which this method would replace by the forward pass of timm's Block. Use a network with timm's"
+                    " which this method would replace with the forward pass of timm's Block. Use a network with timm's"
                     " Block, or move the change into the block's attn or mlp, whose forward passes are kept."
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
-        """Raise the error of `refuse_other_blocks` for the first block if that function rejects every block."""
+        """If `refuse_other_blocks` rejects every block, raise the error for the first block."""
         errors = []
         for name in view.blocks:
             try:
@@ -252,14 +256,14 @@ class TokenMethod(Method):
         raise errors[0]
 
     def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
-        """Raise UserError unless each block accepts tokens (B, N, C) for any N.
+        """Raise UserError unless each block accepts tokens of shape (B, N, C) for every N.
 
         The check runs copies of the blocks on fake tensors.
 
         Args:
-            view: view of a model that has blocks and meets `Needs.TOKEN_GRID`.
+            view: view of a model that has blocks and satisfies `Needs.TOKEN_GRID`.
             run: function that runs a block in the same way as the method, once on all tokens (1, N, C) and once on
-                fewer tokens. It is called with the block, the tokens and the number of prefix tokens.
+                fewer tokens. The function is called with the block, the tokens and the number of prefix tokens.
         """
         mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
         for name in view.blocks:
@@ -277,7 +281,7 @@ class TokenMethod(Method):
             except Exception as error:
                 raise UserError(
                     f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not accept tokens"
-                    f" (B, N, C) for any N: {str(error).splitlines()[0]}"
+                    f" of shape (B, N, C) for every N: {str(error).splitlines()[0]}"
                 ) from error
 
     def give_forwards(
@@ -285,8 +289,8 @@ class TokenMethod(Method):
     ) -> None:
         """Replace the forward passes of all blocks of `model` in place.
 
-        `chosen` maps the names of some blocks to the class of the new forward pass and to the arguments of its
-        constructor that follow `place`. All other blocks receive a `TokenForward`.
+        `chosen` maps block names to the class of the new forward pass and the constructor arguments after `place`. All
+        other blocks receive a `TokenForward`.
         """
         positions = grid_positions(view)
         for function in _ALL_TOKENS:

@@ -30,7 +30,7 @@ class DropsTokens(TokenMethod):
     fuse: bool
 
     def _store_dropping(self, drop_at: Any, keep_rate: Any, fuse: Any) -> None:
-        """Check and store the settings. This function allows an empty list for `drop_at`."""
+        """Check and store the settings. The list `drop_at` may be empty."""
         check_indices("drop_at", [0] if drop_at == [] else drop_at, "[3,6,9]")
         check_keep_rate(keep_rate)
         check_bool("fuse", fuse)
@@ -60,7 +60,7 @@ class DropsTokens(TokenMethod):
                     "keep_rate",
                     f"low enough to drop tokens in every block of drop_at ({name} receives {count} patch tokens and"
                     f" keeps {kept}{' and a fused token' if left > kept else ''})",
-                    f"Use larger images (now {height}×{width}), or drop tokens in fewer blocks.",
+                    f"Use images larger than {height}×{width}, or drop tokens in fewer blocks.",
                 )
             count = left
 
@@ -71,15 +71,16 @@ class EViT(DropsTokens):
 
     Each block in ``drop_at`` keeps the fraction ``keep_rate`` of its patch tokens: the tokens that receive the highest
     attention from the class token, averaged over the heads. The kept tokens are sorted by attention in descending
-    order. Tokens are dropped after attention and before the feed-forward network. The dropped tokens are fused into one
-    token, which is their sum weighted by attention. Tokens are dropped in training and in evaluation. The weights keep
-    the model's own names, but the trained model must be used with the same token dropping. Exported files contain these
-    settings. Attention still runs as a fused operation, and the attention of the class token is computed separately.
+    order. Tokens are dropped after attention and before the feed-forward network. With ``fuse=True``, the dropped
+    tokens are replaced with one token, which is the sum of the dropped tokens weighted by attention. Tokens are dropped
+    in training and in evaluation. The names of the weights do not change, but the trained model must be used with the
+    same token dropping. Exported files contain the settings of the token dropping. Attention still runs as a fused
+    operation. The attention of the class token is computed separately.
 
     Args:
-        drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The last
-            block is not allowed.
-        keep_rate: fraction of its patch tokens that each block in `drop_at` keeps. Must be in (0, 1]. The number of
+        drop_at: indices of the blocks that drop tokens, counted from 0. Negative indices count from the end. The index
+            of the last block is not allowed.
+        keep_rate: fraction of the patch tokens that each block in `drop_at` keeps. Must be in (0, 1]. The number of
             kept tokens is rounded up.
         fuse: if True, the dropped tokens are fused into one token, which is appended to the kept tokens.
 
@@ -103,8 +104,8 @@ class EViT(DropsTokens):
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         dropping = self._drop_tokens(model, view)
-        why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: not listed in drop_at")
+        why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: block not listed in drop_at")
         others = {name: why for name in view.blocks if name not in dropping}
-        fused = ", and fuse the others into one" if self.fuse else ""
+        fused = ", and fuse the other tokens into one token" if self.fuse else ""
         summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"
         return Applied(self.name, dropping, others, summary=summary)

@@ -61,21 +61,21 @@ class _PatchDropForward(OwnForward):
 class PatchDropout(TokenMethod):
     """Train on a random subset of the patch tokens of each image (PatchDropout: Liu et al., WACV 2023).
 
-    In each training step, the fraction ``keep_rate`` of the patch tokens of an image enters the first block. Position
-    embeddings are added before tokens are dropped. The subset is sampled uniformly for each image. Prefix tokens (class
-    token, distillation token, registers) are always kept. In evaluation, all patches are used.
+    In each training step, the first block receives the fraction ``keep_rate`` of the patch tokens of each image.
+    Position embeddings are added before tokens are dropped. The subset is sampled uniformly for each image. Prefix
+    tokens (class token, distillation token, registers) are always kept. In evaluation, all patches are used.
 
-    The subset is sampled with torch's default generator, like dropout masks. A run seeds this generator with (seed,
+    Like dropout masks, the subset is sampled with torch's default generator. A run seeds this generator with (seed,
     rank, batch), so that a resumed run samples the same patches. The kept tokens still have grid positions. Therefore,
     the method can be combined with methods that have a low-rank backward pass, and with methods that drop or merge
     tokens.
 
     Args:
-        keep_rate: fraction of the patch tokens that enters the blocks in training. Must be in (0, 1]. The number of
+        keep_rate: fraction of the patch tokens that the blocks receive in training. Must be in (0, 1]. The number of
             kept tokens is rounded up.
 
     Raises:
-        SettingError: If `keep_rate` is out of range. Raised by `apply` if the images have so few patches that none
+        SettingError: If `keep_rate` is out of range. Raised by `apply` if the images have so few patches that no patch
             would be dropped.
         UserError: Raised by `apply` if the model has no blocks or no token grid, if its blocks are not supported
             (positions inside the blocks, side modules), or if the model already drops patches (``patch_drop_rate`` in
@@ -88,7 +88,7 @@ class PatchDropout(TokenMethod):
     adds = frozenset({Adds.TOKEN_DROPPING})
     needs = frozenset({Needs.BLOCKS, Needs.TOKEN_GRID})
     hints: ClassVar[Mapping[Needs, str]] = {
-        Needs.TOKEN_GRID: "Patches can be dropped if all blocks work on tokens of one grid (ViT, DeiT)."
+        Needs.TOKEN_GRID: "Patches can be dropped only if all blocks process tokens of one grid (as in ViT and DeiT)."
     }
 
     def __init__(self, keep_rate: float = 0.5) -> None:
@@ -100,7 +100,8 @@ class PatchDropout(TokenMethod):
         self.refuse_other_blocks(view, view.blocks)
         if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
             raise UserError(
-                f"method {self.name}: {view.name} has its own patch dropout. Create it with patch_drop_rate=0."
+                f"method {self.name}: the model {view.name} already drops patches. Create the model with"
+                " patch_drop_rate=0."
             )
         count = grid_positions(view)
         kept = num_kept(count, self.keep_rate)
@@ -108,8 +109,8 @@ class PatchDropout(TokenMethod):
             height, width = view.image_size
             raise self.setting_error(
                 "keep_rate",
-                f"low enough to drop a patch ({view.name} has {count} patches)",
-                f"Use larger images (now {height}×{width}).",
+                f"low enough to drop at least one patch ({view.name} has {count} patches)",
+                f"Use images larger than {height}×{width}.",
             )
         self.refuse_fixed_tokens(view, _run_on_fewer)
         self.give_forwards(model, view, {})
@@ -125,7 +126,7 @@ class PatchDropout(TokenMethod):
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on x (1, N, C) and on N − 1 tokens.
+    """Run a block on the N tokens of x (1, N, C), and on N − 1 of these tokens.
 
     Raise ValueError if the block changes the number of tokens, for example by pooling.
     """

@@ -38,12 +38,12 @@ _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
-    """Context manager that applies proportional attention and records the keys, in fused and in unfused attention.
+    """Context manager that applies proportional attention and records keys, in fused and unfused attention.
 
     `sizes_BN` is the number of patches that each token represents. The logarithm of this number is added to the
     attention scores before the softmax (Equation 1 of the ToMe paper). If `sizes_BN` is None, all tokens have the same
-    weight. `keys` contains the detached keys of each attention operation, averaged over the heads, with shape (B, N, D)
-    and in at least single precision.
+    weight. `keys` contains the detached keys of each attention operation, averaged over the heads. The keys have the
+    shape (B, N, D) and at least single precision.
     """
 
     def __init__(self, sizes_BN: Tensor | None, record_keys: bool) -> None:
@@ -51,7 +51,7 @@ class _SizedAttention(TorchFunctionMode):
         self.bias_B11N = None if sizes_BN is None else sizes_BN.log()[:, None, None]
         self.record_keys = record_keys
         self.keys: list[Tensor] = []
-        self._factor: Tensor | None = None  # second factor of the last matrix product, which is kᵀ if a softmax follows
+        self._factor: Tensor | None = None  # second factor of the last matrix product (kᵀ if a softmax follows)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +70,7 @@ class _SizedAttention(TorchFunctionMode):
     ) -> Any:
         if attn_mask is not None:
             raise UserError(
-                "method tome: tokens cannot be merged in attention with its own mask. Use a model without a mask."
+                "method tome: tokens cannot be merged in attention that uses a mask. Use a model without a mask."
             )
         self._record(k)
         return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)
@@ -85,7 +85,7 @@ class _MergingForward(TokenForward):
     """Forward pass of a block that merges r tokens after attention and before the feed-forward network.
 
     `after_merge` is True if an earlier block merges tokens. If `unmerges` is True, the last block repeats each merged
-    token once for each patch that it represents. Later layers then weight the token by its size.
+    token once for each patch that it represents. Later layers then weight each merged token by its number of patches.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class _MergingForward(TokenForward):
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
-                " method=checkpointing, or timm.layers.set_reentrant_ckpt(False)."
+                " method=checkpointing instead, or timm.layers.set_reentrant_ckpt(False)."
             )
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN
@@ -130,12 +130,12 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r of the tokens in x. Return the remaining tokens and their record."""
+        """Merge r tokens of x, and return the remaining tokens and their record."""
         if not attention.keys:
             raise UserError(
-                f"method tome: the keys of {type(self.module.attn).__name__} were not found, since it computes no"
-                " softmax of a product of queries and keys. Without keys, similar tokens cannot be matched. Use a model"
-                " with softmax attention."
+                f"method tome: the keys of {type(self.module.attn).__name__} were not found, because this module does"
+                " not compute a softmax of a product of queries and keys. Without keys, similar tokens cannot be"
+                " matched. Use a model with softmax attention."
             )
         sizes_BN, into_BN = tokens.sizes_BN, tokens.merged_into_BN
         if sizes_BN is None:
@@ -152,21 +152,22 @@ class ToMe(TokenMethod):
     """Merge the most similar patch tokens in every block (ToMe: Bolya et al., ICLR 2023).
 
     After attention and before the feed-forward network, the patch tokens are alternately assigned to two sets. Each
-    token of the first set is matched with the most similar token of the second set. Similarity is the cosine similarity
-    of the detached keys, averaged over the heads. The r most similar pairs are merged: each pair is replaced by the
-    mean of its tokens, weighted by the number of patches that each token represents. Prefix tokens (class token,
-    distillation token, registers) are not merged and remain at the start. Attention still runs as a fused operation.
+    token of the first set is matched with the most similar token of the second set. The similarity of two tokens is the
+    cosine similarity of their detached keys, averaged over the heads. The r most similar pairs are merged. A merged
+    token is the mean of the two tokens, weighted by the number of patches that each token represents. Prefix tokens
+    (class token, distillation token, registers) are not merged and remain at the start. Attention still runs as a fused
+    operation.
 
     The prefix tokens, the remaining tokens of the first set, and the second set are then concatenated in this order, as
     in the paper. This order affects only how the next block assigns tokens to the two sets. Blocks whose attention
-    depends on positions (relative, rotary) are rejected.
+    depends on relative or rotary positions are rejected.
 
-    Tokens are merged in training and in evaluation. The weights keep the model's own names, but the trained model must
-    be used with the same merging. Exported files contain these settings. The model does not require a class token.
-    Unless a `timm` model classifies only by its class token, the last block repeats each merged token once for each
-    patch that it represents, in the order of the patches. Pooling after the blocks therefore weights each token by its
-    size: a mean is weighted by the sizes, and in attention pooling, the repetition is equivalent to adding the
-    logarithm of the size to the scores.
+    Tokens are merged in training and in evaluation. The names of the weights do not change, but the trained model must
+    be used with the same merging. Exported files contain the settings of the merging. The model does not require a
+    class token. The last block repeats each merged token once for each patch that it represents, in the order of the
+    patches. Pooling after the blocks therefore weights each token by its number of patches. In attention pooling, the
+    repetition is equivalent to adding the logarithm of this number to the scores. Tokens are not repeated in `timm`
+    models that classify only by their class token.
 
     If a block receives fewer than 2·r patch tokens, it merges half of these tokens, as in the paper. A value of r is
     rejected if it exceeds half of the tokens in the grid, or if only one patch token would remain after the last block.
@@ -174,11 +175,11 @@ class ToMe(TokenMethod):
     Args:
         r: number of tokens merged in each block. Must be non-negative. If r is a list, it must contain one number for
             each block.
-        inflect: slope of the schedule of r, from −1 to 1. The number of merged tokens changes linearly from (1 −
-            inflect)·r in the first block to (1 + inflect)·r in the last block. With −1, it decreases from 2·r to 0, as
-            in the paper's decreasing schedule. With 1, it increases from 0 to 2·r. The mean over the blocks remains r,
-            also after rounding. Must be 0 if r is a list. In the paper, `inflect` is the second number of the pair (r,
-            inflect).
+        inflect: slope of the schedule of r. Must be from −1 to 1. The number of merged tokens changes linearly from (1
+            − inflect)·r in the first block to (1 + inflect)·r in the last block. With −1, the number decreases from 2·r
+            to 0, as in the decreasing schedule of the paper. With 1, the number increases from 0 to 2·r. The mean over
+            the blocks is r, even after rounding. Must be 0 if r is a list. In the paper, `inflect` is the second number
+            of the pair (r, inflect).
         proportional_attention: if True, the logarithm of the number of patches that a token represents is added to the
             attention scores of this token (Equation 1 of the paper).
 
@@ -186,8 +187,8 @@ class ToMe(TokenMethod):
         SettingError: If a setting is out of range. Raised by `apply` if r is a list whose length differs from the
             number of blocks, or if r merges too many tokens.
         UserError: Raised by `apply` if the model has no token grid, if its blocks are not supported, or if its
-            attention uses a mask or has no keys. Also raised if another method that drops or merges tokens, or a method
-            with a low-rank backward pass, has been applied.
+            attention uses a mask or has no keys. Also raised if a method has been applied that drops or merges tokens
+            or has a low-rank backward pass.
     """
 
     name = "tome"
@@ -203,7 +204,7 @@ class ToMe(TokenMethod):
         super().__init__()
         each = r if isinstance(r, Sequence) and not isinstance(r, str) else [r]
         if not each or not all(type(n) is int and n >= 0 for n in each):
-            raise SettingError("r", r, "an integer >= 0, or a list of them, one for each block")
+            raise SettingError("r", r, "an integer >= 0, or a list with one such integer for each block")
         check_number("inflect", inflect, "a number from -1 to 1", lambda slope: -1 <= slope <= 1)
         if inflect and each is r:
             raise SettingError("inflect", inflect, "0 if r is a list")
@@ -240,7 +241,7 @@ class ToMe(TokenMethod):
                 raise self.setting_error(
                     "r",
                     f"a list of integers from 0 to {patches // 2} that leaves more than one patch token",
-                    f"{view.name} has {patches} patch tokens, and each block merges at most half of its input.",
+                    f"{view.name} has {patches} patch tokens, and each block merges at most half of its input tokens.",
                 )
             return self.r
         if not _leaves_some(scheduled(self.r, self.inflect, blocks), patches):
@@ -248,17 +249,16 @@ class ToMe(TokenMethod):
             raise self.setting_error(
                 "r",
                 f"an integer from 0 to {largest}",
-                f"{view.name} has {patches} patch tokens, each of its {blocks} blocks merges at most half of its input,"
-                " and more than one patch token must be left.",
+                f"{view.name} has {patches} patch tokens and {blocks} blocks. Each block merges at most half of its"
+                " input tokens, and more than one patch token must remain.",
             )
         return scheduled(self.r, self.inflect, blocks)
 
 
 def classifies_by_class_token(model: nn.Module) -> bool:
-    """Return True for a `timm` model whose classifier reads only prefix tokens.
+    """Return True if `model` is a `timm` model whose classifier uses only prefix tokens.
 
-    Models from other packages are excluded because they may read the patch tokens although they have the same
-    attributes.
+    Models from other packages are excluded, because they may use patch tokens although they have the same attributes.
     """
     by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
     return by_token and type(model).__module__.startswith("timm.models.")
@@ -276,20 +276,21 @@ def scheduled(r: int, inflect: float, blocks: int) -> list[int]:
     """Return the number of tokens that each block merges.
 
     The number changes linearly from (1 − inflect)·r in the first block to (1 + inflect)·r in the last block. The mean
-    over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total. Halves are
-    rounded to even. `inflect` is used as an exact decimal number, without binary rounding errors.
+    over the blocks is r. Two blocks at the same distance from the middle merge exactly 2·r tokens in total. Numbers
+    halfway between two integers are rounded to the even integer. `inflect` is used as an exact decimal number, without
+    binary rounding errors.
     """
     slope = 0 if blocks == 1 else Fraction(str(inflect)) / (blocks - 1)
     return [round(r + r * slope * (2 * block - blocks + 1)) for block in range(blocks)]
 
 
 def merged_of(patches: int, r: int) -> int:
-    """Return the number of patch tokens that a block merges, which is r, but at most half of `patches`."""
+    """Return the number of patch tokens that a block merges: the minimum of r and half of `patches`."""
     return min(r, patches // 2)
 
 
 def _leaves_some(r: Sequence[int], patches: int) -> bool:
-    """Return True if each r is at most half of `patches` and more than one patch token remains in the end."""
+    """Return True if each r is at most half of `patches` and more than one patch token remains after the last block."""
     if not any(r):
         return True
     left = patches

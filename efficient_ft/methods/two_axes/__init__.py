@@ -1,1 +1,1 @@
-"""Methods that act on two axes at once."""
+"""Methods that select the trained parameters and also drop tokens."""

@@ -1,4 +1,4 @@
-"""ALaST: in each step, train some of the blocks and drop tokens. Both depend on a budget for each block.
+"""ALaST: in each step, train some of the blocks and drop tokens, depending on a budget for each block.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
 Transformer Fine-Tuning", 2024. The settings cover details that the paper does not specify, and details that the authors
@@ -57,7 +57,7 @@ class _BudgetedForward(DroppingForward):
         # The constant compensates for rounding errors, so that 0.7 · 10 results in 7.
         return max(self.least, math.floor(self.budget.value * count + 1e-9))
 
-    @torch.compiler.disable  # the number of tokens varies between steps
+    @torch.compiler.disable  # the number of tokens differs between steps
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
@@ -83,7 +83,7 @@ class _BudgetedForward(DroppingForward):
 
 @register
 class ALaST(LayersPerStep, TokenMethod):
-    """Train K blocks per step, sampled according to their budgets. The budgets also limit the number of tokens.
+    """Train K blocks in each step, sampled according to their budgets. The budgets also limit the number of tokens.
 
     The budget b of a block depends on how much the block changes the class token. After each step, b is increased by
     ``budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the
@@ -98,22 +98,23 @@ class ALaST(LayersPerStep, TokenMethod):
     Args:
         num_layers: number K of blocks to train per step.
         budget_init: budget of each block in the first step.
-        budget_min, budget_max: lower and upper bound of the budgets.
-        budget_lr: step size α of the budget updates. In the paper, α equals the learning rate, 1e-4. The default is
-            this value multiplied by 128, the batch size of the paper, because Δ is a mean over the images.
+        budget_min: lower bound of the budgets.
+        budget_max: upper bound of the budgets. Must be at most 1.
+        budget_lr: step size α of the budget updates. In the paper, α equals the learning rate, 1e-4. The default value
+            is 1e-4 multiplied by the batch size of the paper (128), because Δ is a mean over the images.
         delta: reduction of Δ over channels and images. ``image``: sum over the channels and mean over the images.
             ``value``: mean over channels and images. ``batch``: sum over channels and images, so that a suitable value
             of `budget_lr` depends on the batch size.
-        first_delta: value of Δ before the first step: ``zero``, or ``same`` to use the Δ of the first step, so that the
-            first step does not change the budgets.
-        layer_choice: rule for selecting the trained blocks. ``sample``: sample K blocks without replacement, with
-            probabilities softmax(b). ``highest``: select the K blocks with the highest budgets. If budgets are equal,
-            the earlier block is selected.
+        first_delta: value that the first step uses as the Δ of the previous step. ``zero``: 0. ``same``: the Δ of the
+            first step, so that the first step does not change the budgets.
+        layer_choice: criterion for the selection of the trained blocks. ``sample``: sample K blocks without
+            replacement, with probabilities softmax(b). ``highest``: select the K blocks with the highest budgets. If
+            budgets are equal, the earlier block is selected.
         train_embeddings, seed: see `LayersPerStep`.
 
     Raises:
-        SettingError: If a value is not allowed. Raised by `apply` if the model has fewer blocks than `num_layers`, or
-            if the budgets leave no token.
+        SettingError: If a setting is out of range. Raised by `apply` if the model has fewer blocks than `num_layers`,
+            or if the budgets would leave no patch tokens.
         UserError: Raised by `apply` if the model has no class token or no token grid, or if its blocks are not
             supported.
     """
@@ -136,7 +137,7 @@ class ALaST(LayersPerStep, TokenMethod):
         train_embeddings: bool = True,
         seed: int | None = None,
     ) -> None:
-        """Create the method. The parameters are its settings."""
+        """Create the method with the given settings."""
         super().__init__(num_layers, train_embeddings, seed)
         for setting, value in zip(_NUMBERS, (budget_min, budget_max, budget_init, budget_lr), strict=True):
             check_number(setting, value, "a number >= 0", lambda number: number >= 0)
@@ -182,8 +183,8 @@ class ALaST(LayersPerStep, TokenMethod):
                 raise self.setting_error(
                     "budget_init",
                     "a number that leaves patch tokens after all blocks",
-                    f"None of the {positions} patch tokens is left after {name}. Use larger images (now"
-                    f" {height}×{width}).",
+                    f"None of the {positions} patch tokens would be left after {name}. Use images larger than"
+                    f" {height}×{width}.",
                 )
 
     def _notes(self) -> tuple[str, ...]:
@@ -205,7 +206,7 @@ class ALaST(LayersPerStep, TokenMethod):
         budgets = list(self._budgets.values())
         changes = [budget.change for budget in budgets if budget.change is not None and budget.images]
         if len(changes) < len(budgets) or not changes or isinstance(changes[0], FakeTensor) or changes[0].is_meta:
-            return  # no images in this step, or a step on fake tensors that counts the cost
+            return  # the step processed no images, or it runs on fake tensors to count the cost
         deltas = self._deltas(torch.stack(changes), budgets[0].images)
         for budget, delta in zip(budgets, deltas, strict=True):
             assert budget.change is not None
@@ -232,6 +233,6 @@ class ALaST(LayersPerStep, TokenMethod):
         return {name: [budget.value, budget.before] for name, budget in self._budgets.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._restored = state_dict  # required if `apply` is called after this method
+        self._restored = state_dict  # restored again by `apply` if `apply` is called later
         for name, budget in self._budgets.items():
             budget.value, budget.before = state_dict[name]

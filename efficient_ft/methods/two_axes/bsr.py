@@ -26,21 +26,22 @@ from efficient_ft.models.view import ModelView
 class BSR(Blocks, DropsTokens):
     """Train the listed blocks, the final norm and the head, and drop tokens in the same way as `EViT`.
 
-    The method combines the selection of `Blocks` with the token dropping of `EViT`. These two methods can also be used
-    separately or stacked. Tokens are dropped in training and in evaluation.
+    The method combines `Blocks` and `EViT`, which can also be applied together as separate methods. Tokens are dropped
+    in training and in evaluation.
 
     Args:
         blocks: indices of the blocks to train, counted from 0. Negative indices count from the end.
-        drop_at: indices of the blocks that drop tokens. The last block is not allowed. If the list is empty, no tokens
-            are dropped, and all models with blocks are supported (as in the paper for ResNet-50 and for "Ours" in Table
-            5).
-        keep_rate: fraction of its patch tokens that each block in `drop_at` keeps. Must be in (0, 1].
-        fuse: if True, the dropped tokens are fused into one token, which is their sum weighted by attention.
+        drop_at: indices of the blocks that drop tokens. The index of the last block is not allowed. If the list is
+            empty, no tokens are dropped, and all models with blocks are supported. The paper uses an empty list for
+            ResNet-50 and for "Ours" in Table 5.
+        keep_rate: fraction of the patch tokens that each block in `drop_at` keeps. Must be in (0, 1].
+        fuse: if True, the dropped tokens are fused into one token, which is the sum of the dropped tokens weighted by
+            attention.
 
     Raises:
-        SettingError: If a value is not allowed. Raised by `apply` if a block index is out of range or repeated.
-        UserError: Raised by `apply` if the model's blocks are not recognized. If tokens are dropped, also raised if the
-            model has no class token or no token grid, or if its blocks are not supported.
+        SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated.
+        UserError: Raised by `apply` if the model's blocks are not recognized. If tokens are dropped, UserError is also
+            raised if the model has no class token or no token grid, or if its blocks are not supported.
     """
 
     name = "bsr"

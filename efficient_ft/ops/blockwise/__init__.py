@@ -4,23 +4,24 @@ A block stores two codes for each value: a code of the ratio m / √v, and a cod
 instead of m preserves Adam's bound on the size of a step, because an error of the root changes m and √v by the same
 factor.
 
-The codes of the root divide the range from the smallest to the largest positive root of the block into equal steps. For
-this division, the bits of a float32 number are read as an integer. The codes are therefore nearly logarithmic, and a
+The codes of the root divide the range between the smallest and the largest positive root of the block into equal steps,
+where the bits of a float32 root are interpreted as an integer. The codes are therefore nearly logarithmic, and a
 positive root never becomes 0, regardless of the range of the roots. A separate code represents the root 0. The ratio is
 the signed square of its code, multiplied by a scale, and does not depend on the range of the roots.
 
-With beta2 = 0.999, v changes by about a thousandth per step. Rounding to nearest would lose this change. Codes are
-therefore rounded stochastically. The random numbers are hashes of the position and the step, and are the same in every
-run. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down, so that rounding
-errors make steps smaller rather than larger. Over thousands of steps, this bias would accumulate until the steps
-vanish. Each block therefore stores the mean rounding error of its roots, which is called the shift. Decoding adds the
-shift to each root. With 4 bits, the remaining relative error of a root grows to about 0.2 within about 60 steps. Such
-errors increase the mean of 1 / √v by about 5 %, the square of the relative error. The divisor of the step increases by
-the same factor.
+With beta2 = 0.999, v changes by about a thousandth per step. Rounding to the nearest code would discard such small
+changes, so codes are rounded stochastically. The random numbers are hashes of the position and the step, so that every
+run rounds in the same way. The rounding of the ratio is unbiased. The root is rounded up slightly more often than down,
+so that rounding errors make steps smaller rather than larger. Over thousands of steps, the bias of the roots would
+accumulate until the steps vanish. Each block therefore stores the mean rounding error of its roots, which is called the
+shift. Decoding adds the shift to each root. With 4 bits, the remaining relative error of a root grows to about 0.2
+within about 60 steps. A relative error of 0.2 increases the mean of 1 / √v by about 5 %, approximately the square of
+the error. To compensate, the divisor of the step is increased by the same factor.
 
-The step uses the moments before they are quantized again. The kernels use numba on a CPU and Triton on a GPU. For the
-same gradients, the kernels compute the same codes as the reference implementation, unless the last bit of a square root
-or a quotient changes the rounding. Both libraries are optional. Without them, the reference implementation is used.
+Each step updates the parameter with the new moments before these moments are quantized. The kernels use numba on a CPU
+and Triton on a GPU. For the same gradients, the kernels compute the same codes as the reference implementation, unless
+a difference in the last bit of a square root or a quotient changes the rounding. numba and Triton are optional. Without
+these libraries, the reference implementation is used.
 
 Sources: Dettmers, Lewis, Shleifer, Zettlemoyer, "8-bit Optimizers via Block-wise Quantization", ICLR 2022, for blocks;
 Kingma, Ba, "Adam", ICLR 2015, Algorithm 1; Loshchilov, Hutter, "Decoupled Weight Decay Regularization", ICLR 2019,
@@ -41,19 +42,19 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
 #: Number of values in a block.
 BLOCK = 128
-#: Tensors with fewer values are not quantized.
+#: Minimum number of values that a tensor must have to be quantized.
 MIN_SIZE = 4096
-#: Unit of the distance between two root codes: a number of consecutive float32 values. The keys are numbers of bits.
+#: Unit of the distance between two root codes, in consecutive float32 values, for each number of bits per code.
 UNIT = {8: 256, 4: 4096}
 #: Resolution of the shift of a block, as a fraction of the distance between codes.
 SHIFT = 2.0**-14
-#: Relative increase of a step's divisor to compensate for accumulated rounding errors. The keys are numbers of bits.
+#: Relative increase of a step's divisor that compensates for accumulated rounding errors, for each number of bits.
 GROWTH = {8: 0.0, 4: 0.05}
-#: After n steps, the growth is GROWTH · (1 − GROWTH_LEFT^n).
+#: The relative increase of the divisor after n steps is GROWTH · (1 − GROWTH_LEFT^n).
 GROWTH_LEFT = 0.97
-#: Largest root, just below √(2^128), with its bits read as an integer. Larger roots and NaN are stored as this value.
+#: Bits of the largest root (just below √(2^128)) as an integer. Larger roots and NaN are stored as this value.
 LARGEST = 0x5F7FFFFF
-#: Lower bound of the largest ratio of a block. It ensures that the scale is not 0.
+#: Lower bound of the largest ratio of a block, which ensures that the scale is not 0.
 SMALLEST = 1e-30
 
 _AT_A_TIME = 1 << 14  # number of values that a CPU thread updates at a time
@@ -64,10 +65,10 @@ class Moments(NamedTuple):
     """Moments in the block-wise storage format.
 
     Attributes:
-        ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, each byte stores two codes. The first code is in the
-            high half of the byte.
+        ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, each byte stores two codes (the first code in the
+            four high bits).
         ratio_scale: Ratio that the signed code 1 represents in each block, (blocks,) float32.
-        root: Codes of √v, (n · bits / 8,) uint8. Code 0 represents exactly 0.
+        root: Codes of √v, (n · bits / 8,) uint8. Code 0 represents the root 0.
         root_range: Range of each block, (blocks, 3) int16. The columns contain the upper half of the bits of the
             smallest positive root, the distance between codes in multiples of `UNIT`, and the shift in multiples of
             `SHIFT`.
@@ -82,13 +83,13 @@ class Moments(NamedTuple):
 def is_blockwise(size: int) -> bool:
     """Return True if the moments of a parameter with `size` values are quantized.
 
-    This requires that `size` is at least `MIN_SIZE` and a multiple of `BLOCK`.
+    Moments are quantized if `size` is at least `MIN_SIZE` and a multiple of `BLOCK`.
     """
     return size >= MIN_SIZE and size % BLOCK == 0
 
 
 def empty_moments(size: int, bits: int, device: torch.device | None = None) -> Moments:
-    """Return moments that are zero for a parameter with `size` values."""
+    """Return zero-initialized moments for a parameter with `size` values."""
     blocks, codes = size // BLOCK, size * bits // 8
     return Moments(
         torch.zeros(codes, dtype=torch.uint8, device=device),
@@ -124,7 +125,7 @@ def quantize(m: Tensor, root: Tensor, bits: int, step: int) -> Moments:
 
 
 def dequantize(moments: Moments, bits: int) -> tuple[Tensor, Tensor]:
-    """Restore m and v, each (n,) float32."""
+    """Return m and v, each (n,) float32, restored from their codes."""
     ratio, roots = (_from_bytes(codes, bits) for codes in (moments.ratio, moments.root))
     low, distance, shift = moments.root_range.int().unbind(1)
     one = distance * UNIT[bits]
@@ -161,7 +162,7 @@ def _root_codes(root: Tensor, bits: int, noise: Tensor) -> tuple[Tensor, Tensor]
     place = (integers - (low << 16)[:, None]).float() * (1 / one)
     code = place.floor()
     rest = place - code
-    # The bias towards rounding up increases with the distance between two codes, up to half an octave (2^22 numbers).
+    # The bias towards rounding up increases with the distance between two codes, up to half an octave (2^22 floats).
     up = noise < rest + (one * 2.0**-22).clamp_max_(1) * (rest - rest * rest)
     code = (code + up).clamp_(0, top).int() + 1
     down = torch.where(positive, (rest * (1 / SHIFT)).int() - up * round(1 / SHIFT), 0)
@@ -175,14 +176,14 @@ def _to_bytes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _from_bytes(codes: Tensor, bits: int) -> Tensor:
-    """Unpack codes to (blocks, BLOCK) int32."""
+    """Unpack codes into an int32 tensor of shape (blocks, BLOCK)."""
     if bits == 4:
         codes = torch.stack((codes >> 4, codes & 15), 1)
     return codes.view(-1, BLOCK).int()
 
 
 class AdamStep(NamedTuple):
-    """The settings of one step of AdamW (if `decoupled` is True) or Adam. Steps are numbered from 1."""
+    """Settings of an AdamW step (if `decoupled` is True) or of an Adam step. Steps are numbered from 1."""
 
     lr: float
     beta1: float
@@ -195,7 +196,7 @@ class AdamStep(NamedTuple):
     def factors(self, growth: float = 0.0) -> tuple[float, ...]:
         """Return the factors of the update formulas, in the order that `dense_step` and the kernels expect.
 
-        `growth` is the relative growth of the divisor that compensates for rounding errors (`GROWTH`).
+        `growth` is the relative increase of the divisor that compensates for rounding errors (see `GROWTH`).
         """
         return (
             0.0 if self.decoupled else self.weight_decay,
@@ -213,7 +214,7 @@ class AdamStep(NamedTuple):
 def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
     """Update a parameter and its block-wise moments in place. Each code has 8 or 4 bits.
 
-    `p` and `grad` are contiguous, (n,) float32. `grad` is not changed.
+    `p` and `grad` must be contiguous float32 tensors of shape (n,). `grad` is not changed.
     """
     if not supports(p):
         adam_step_reference(p, grad, moments, bits, step)
@@ -224,7 +225,7 @@ def adam_step(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamSt
 
 
 def supports(x: Tensor) -> bool:
-    """Return True if a kernel supports this tensor."""
+    """Return True if a kernel supports the device and dtype of `x`."""
     return x.dtype == torch.float32 and x.numel() > 0 and _kernels(x.device.type) is not None
 
 
@@ -253,7 +254,7 @@ def _kernels(device: str) -> Any:
 
 
 def adam_step_reference(p: Tensor, grad: Tensor, moments: Moments, bits: int, step: AdamStep) -> None:
-    """Reference implementation of `adam_step` in plain PyTorch."""
+    """Compute `adam_step` in plain PyTorch (reference implementation)."""
     m, v = dequantize(moments, bits)
     root = dense_step(p, grad, m, v, step, GROWTH[bits])
     for held, new in zip(moments, quantize(m, root, bits, step.step), strict=True):
@@ -264,8 +265,8 @@ def dense_step(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, step: AdamStep, gr
     """Update a parameter and its moments m and v in place, and return the root of v.
 
     All tensors are float32 and have the same shape. `AdamStep.factors` describes `growth`. Every product is rounded
-    before it is added, as in the kernels. ``add_(x, alpha=a)`` and ``lerp_`` are not used, because they round only
-    once.
+    before it is added, as in the kernels. ``add_(x, alpha=a)`` and ``lerp_`` are not used, because these operations
+    round only after the addition.
     """
     l2, decay, beta1, rest1, beta2, rest2, correction, eps, rate = step.factors(growth)
     if l2:

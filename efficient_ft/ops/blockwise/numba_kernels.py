@@ -34,7 +34,7 @@ def _decode(ratio, root, scale, low, one, zero, m, v_bits):
 
 @_jit
 def _step(p, grad, m, v, factors):
-    """Update p, m and v. Before and after the update, `m` contains the ratio m / √v, and `v` contains the root √v."""
+    """Update p, m and v in place. `m` contains the ratio m / √v, and `v` contains the root √v."""
     l2, decay, beta1, rest1 = factors[0], factors[1], factors[2], factors[3]
     beta2, rest2, correction, eps, rate = factors[4], factors[5], factors[6], factors[7], factors[8]
     for i in range(len(p)):
@@ -49,7 +49,7 @@ def _step(p, grad, m, v, factors):
 
 @_jit
 def _bounds(m_bits, v_bits, largest, low, high):
-    """Limit the roots to `LARGEST`.
+    """Clamp the roots to at most `LARGEST`.
 
     Return the bits of the largest ratio, the smallest positive root and the largest root.
     """

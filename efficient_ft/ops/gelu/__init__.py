@@ -1,9 +1,9 @@
 """GELU, alone or after a BatchNorm with frozen statistics.
 
-The forward pass and the backward pass each read the tensor only once. Only the input is saved for the backward pass.
-For BatchNorm followed by GELU, one tensor is saved instead of two. Results equal those of torch's operations up to
-rounding. For float32 tensors on a CPU, kernels compiled by numba are used if numba is installed. Otherwise, torch's
-operations are used.
+The forward pass and the backward pass each read the input tensor only once. Only the input is saved for the backward
+pass. For BatchNorm followed by GELU, one tensor is saved instead of two. The results equal the results of torch's
+operations up to rounding errors. For float32 tensors on a CPU, kernels compiled by numba are used if numba is
+installed. Otherwise, torch's operations are used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 __all__ = ["batch_norm_gelu", "gelu"]
 
 _AT_A_TIME = 1 << 14  # number of values that a thread processes at a time
-_PIECES = 64  # number of pieces with separate sums; constant, so that sums do not depend on the number of threads
+_PIECES = 64  # number of separately summed pieces (constant, so that sums do not depend on the number of threads)
 
 #: Function that returns the compiled kernels, or None if numba is not installed.
 _kernels = partial(optional_module, "efficient_ft.ops.gelu.numba_kernels")
@@ -37,7 +37,7 @@ def gelu(x: Tensor) -> Tensor:
 def batch_norm_gelu(
     x: Tensor, mean: Tensor, variance: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> Tensor:
-    """Compute `F.gelu` of `F.batch_norm` with running statistics. x, `weight` and `bias` receive gradients.
+    """Apply `F.batch_norm` with running statistics, and then `F.gelu`. x, `weight` and `bias` receive gradients.
 
     x has the shape (B, C, H, W) and is contiguous in channels-last memory format. `frozen.frozen_batch_norm` describes
     the other arguments.
@@ -97,7 +97,7 @@ def _per_channel(t: Tensor) -> Tensor:
 
 
 def _supports(x: Tensor) -> bool:
-    """Return True if the kernels support this tensor."""
+    """Return True if the kernels support `x`."""
     real = type(x) in (Tensor, torch.nn.Parameter)  # a fake tensor has no data
     return real and x.device.type == "cpu" and x.dtype == torch.float32 and x.numel() > 0 and _kernels() is not None
 

@@ -17,13 +17,13 @@ from numba import carray, float32, int32, njit
 
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
-# `contract` fuses a product and a sum if the processor supports it. Other fast-math options are disabled, so that the
-# vectorized part of a loop and the remaining elements are computed in the same way.
+# `contract` fuses a product and a sum if the processor supports fused operations. Other fast-math options are disabled,
+# so that the vectorized part of a loop and the remaining elements are computed in the same way.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 _SQRT_HALF = float32(0.5**0.5)
 _DENSITY = float32((2 * np.pi) ** -0.5)
-#: In float32, erf(t) is 1 for all t that are at least this large.
+#: In float32, erf(t) is 1 for all t ≥ `_ONE`.
 _ONE = float32(3.92)
 
 
@@ -56,7 +56,7 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute the normal density φ(u). Its exponential is computed as 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
+    """Compute the normal density φ(u). The exponential is computed as 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
 
     A polynomial of degree 6 approximates e^r.
     """
@@ -111,7 +111,7 @@ def _affine_row_gradients(g, x, scale, shift, mean, g_x, of_shift, of_scale):
 
 @functools.cache
 def forward(affine: bool) -> Any:
-    """Compile the job that computes GELU of x. With `affine`, it computes GELU of x · scale + shift."""
+    """Compile the job that computes GELU of x, or GELU of x · scale + shift if `affine` is True."""
 
     def gelu_job(pointer):
         job = carray(pointer, 9)
@@ -139,7 +139,7 @@ def forward(affine: bool) -> Any:
 def backward(affine: bool, sums: bool) -> Any:
     """Compile the job that computes the gradient of x.
 
-    With `sums`, it also computes the sums for the gradients of scale and shift, separately for each piece of x.
+    If `sums` is True, the job also computes the sums for the gradients of scale and shift for each piece of x.
     """
 
     def gelu_backward_job(pointer):

@@ -1,6 +1,6 @@
 """Low-rank backward pass: constant matrices, projections with these matrices, and layers that use the projections.
 
-`transforms` builds the matrices. `projection` applies the matrices to tensors and selects them for a grid. `low_rank`
+`transforms` builds the matrices. `projection` selects the matrices for a grid and applies them to tensors. `low_rank`
 defines the backward pass (LBP-WHT: Yang et al., NeurIPS 2023).
 """
 

@@ -29,7 +29,7 @@ from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
 
-@torch.compiler.disable  # layers share x̂ if their inputs are the same object, which is known only at run time
+@torch.compiler.disable  # whether two layers share x̂ is known only at run time
 def low_rank_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
 ) -> Tensor:
@@ -44,7 +44,7 @@ def low_rank_linear(
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
 
 
-@torch.compiler.disable  # layers share x̂ if their inputs are the same object, which is known only at run time
+@torch.compiler.disable  # whether two layers share x̂ is known only at run time
 def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
     """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
@@ -57,7 +57,7 @@ def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection:
 
 
 class _LowRankLinear(torch.autograd.Function):
-    """A linear layer on tokens (B, N, C) or maps (B, H, W, C)."""
+    """Linear layer on tokens (B, N, C) or maps (B, H, W, C)."""
 
     @staticmethod
     def forward(
@@ -78,7 +78,7 @@ class _LowRankLinear(torch.autograd.Function):
 
 
 class _LowRankConv1x1(torch.autograd.Function):
-    """A 1×1 convolution on maps (B, C, H, W)."""
+    """1×1 convolution on maps (B, C, H, W)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any) -> Tensor:
@@ -92,15 +92,15 @@ class _LowRankConv1x1(torch.autograd.Function):
         constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
         g_x = None
         if gx_hat is not None:
-            # g_x has the memory format of g, so that the layers below do not copy it.
+            # g_x has the memory format of g, so that earlier layers do not have to copy g_x.
             first = g.is_contiguous()
             g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
             g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
 
 
-#: The attribute `held` stores the last x̂. The next layer reuses x̂ if it reads the same tensor, and the backward pass
-#: frees x̂. A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
+#: The attribute `held` stores the last x̂. The next layer reuses x̂ if its input is the same tensor. The backward pass
+#: frees x̂ and may run in several threads, so the state is one attribute that is replaced atomically.
 _last = SimpleNamespace(held=None)
 
 
@@ -120,8 +120,8 @@ def _save(
 def _x_hat(
     x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
 ) -> Tensor | Packed:
-    """Return x̂, or a packed tensor that unpacks to x̂. If the previous layer read the same tensor, reuse its x̂."""
-    packing = current_packing()  # a mode does not intercept the tensors that an autograd function saves
+    """Return x̂, or a packed tensor that unpacks to x̂. If the previous layer read the same tensor, return its x̂."""
+    packing = current_packing()  # the packing mode does not intercept tensors that an autograd function saves
     if packing is not None:
         packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
@@ -140,7 +140,7 @@ def _x_hat(
 
 
 def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetProjection, *tensors: Tensor) -> Tensor:
-    """Unpack x, and compute x̂ from it."""
+    """Unpack x and return its projection x̂."""
     x_BNC = unpack(*tensors)
     return projection.project(x_BNC, projection.constants(x_BNC.device, x_BNC.dtype))
 
@@ -158,7 +158,7 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     g_b = None
     if ctx.needs_input_grad[2]:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
-            # The sum over positions is computed from the coefficients. This avoids a second pass over g.
+            # The sum over positions is computed from the coefficients to avoid a second pass over g.
             g_b = torch.matmul(constants.ones, g_hat.sum(0))
         else:
             g_b = g_BNC.sum((0, 1))
@@ -174,7 +174,7 @@ def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
     if g_hat.device.type != "cpu" or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries parallelize products with a wide result poorly. Computing square pieces takes 20 % less time.
+    # CPU libraries parallelize products with a wide result poorly. Square pieces take 20 % less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

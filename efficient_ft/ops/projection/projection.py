@@ -1,8 +1,8 @@
-"""Projections of tensors, and projectors, which select a projection for a grid.
+"""Projections of tensors, and projectors, which select the projection for a grid.
 
-A projection consists of tiles. Tiles that share a small matrix form a group. Maps are logical (B, N, C) tensors with
-any strides. Maps in channels-first memory format are passed as transposed views. The matrices are constants. A
-projection caches its matrices for each device and dtype. They are never part of a ``state_dict``.
+A projection consists of tiles. Tiles that share a small matrix form a group. Maps are (B, N, C) tensors with any
+strides: a channels-first map is passed as a transposed view. The matrices are constants: a projection caches them for
+each device and dtype, and they are never part of a ``state_dict``.
 
 A projector is a small hashable object. Each projection is built once for each combination of projector, grid and
 prefix, and is shared by all layers. Copies and pickles of a model therefore do not contain projections.
@@ -28,7 +28,7 @@ DENSE_LIMIT = 256
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Tiles that share their matrices.
+    """Group of tiles that share the same matrices.
 
     Attributes:
         positions: Positions of each tile, (T, l). If None, a single tile covers the full map in order.
@@ -47,7 +47,7 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Constants:
-    """The tensors of a projection on one device and in one dtype, in the order of its groups.
+    """Tensors of a projection for one device and one dtype, in the order of the groups.
 
     Attributes:
         matrices: Matrices of the groups in the order analysis, synthesis, analysis, synthesis, … If the two matrices of
@@ -65,10 +65,10 @@ class Constants:
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A pair of matrices over the tokens of a layer, split into independent tiles.
+    """Pair of matrices over the tokens of a layer, which is split into independent tiles.
 
-    Prefix tokens (class token, distillation token, registers) are not on the grid. Their gradients are exact, because
-    each prefix token is a separate tile with the matrix 1.
+    Prefix tokens (class token, distillation token, registers) are not on the grid. The gradients of prefix tokens are
+    exact, because each prefix token is a separate tile with the matrix 1.
 
     Attributes:
         tokens: Number of tokens, N = prefix + H·W.
@@ -86,7 +86,7 @@ class Projection:
 
     @property
     def flops(self) -> int:
-        """Executed FLOPs of a projection or a reverse projection of one channel. A multiply-add counts as 2 FLOPs."""
+        """Number of FLOPs to project one channel, or to reverse the projection. A multiply-add counts as 2 FLOPs."""
         return 2 * sum(g.tiles * g.analysis.size for g in self.groups)
 
     @classmethod
@@ -113,7 +113,7 @@ class Projection:
         )
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the tensors on `device` and in `dtype`. They are built once and cached."""
+        """Return the tensors for `device` and `dtype`. The tensors are built once and cached."""
         key = (device, dtype)
         if key not in self._cache:
             # A fake tensor created while costs are traced must not be cached for real steps.
@@ -139,7 +139,7 @@ class Projection:
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return dense analysis and synthesis matrices (R, N) over all tokens.
 
-        If the two matrices are equal, they are the same tensor.
+        If the two matrices are equal, the same tensor is returned twice.
         """
         key = (device, dtype, "dense")
         if key not in self._cache:
@@ -161,7 +161,7 @@ class Projection:
         return self._multiply(constants.matrices[::2], x_BNC.index_select(1, constants.gather))
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
-        """Compute tokens (B, N, C) from coefficients (B, R, C). With `channels_first`, return contiguous (B, C, N)."""
+        """Compute tokens (B, N, C), or contiguous (B, C, N) with `channels_first=True`, from coefficients (B, R, C)."""
         if constants.scatter is None:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
@@ -171,7 +171,7 @@ class Projection:
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
 
     def _multiply(self, matrices: Sequence[Tensor], x: Tensor) -> Tensor:
-        """Multiply each tile of x by the matrix of its group. The tiles of x are in the order of the groups."""
+        """Multiply each tile of x by the matrix of its group. The tiles of x must be in the order of the groups."""
         parts, start = [], 0
         for g, matrix in zip(self.groups, matrices, strict=True):
             rows, size = matrix.shape
@@ -183,16 +183,17 @@ class Projection:
 
 @dataclass(frozen=True, eq=False)
 class SubsetProjection:
-    """A projection of the tokens that remain after other tokens were dropped.
+    """Projection of the tokens that remain after other tokens have been dropped.
 
-    The matrices of each image consist of columns of the full matrices. The projection is exact if the full projection
-    is exact. Fused tokens are not on the grid. Like a prefix token, each fused token is a separate tile with the matrix
-    1.
+    For each image, columns are selected from the matrices of the full projection. If the full projection is exact, this
+    projection is also exact. Fused tokens are not on the grid. Like a prefix token, each fused token is a separate tile
+    with the matrix 1.
 
     Attributes:
         tokens: Number of remaining tokens, N.
         rank: Rank R of the full projection, plus the number of fused tokens.
-        analysis_BNR, synthesis_BNR: Transposed matrices of each image. If they are equal, they are the same tensor.
+        analysis_BNR, synthesis_BNR: Transposed matrices of each image. If the two matrices are equal, they are the same
+            tensor.
     """
 
     tokens: int
@@ -202,11 +203,11 @@ class SubsetProjection:
 
     @classmethod
     def from_columns(cls, whole: Projection, columns_BN: Tensor, fused: int, dtype: torch.dtype) -> SubsetProjection:
-        """Select columns of the matrices of a projection for each image.
+        """Create a projection from columns that are selected for each image from the matrices of a full projection.
 
         Args:
             whole: Projection of all tokens.
-            columns_BN: Column of each remaining token. Columns after the last column of `whole` belong to fused tokens.
+            columns_BN: Column index of each remaining token. Indices starting at `whole.tokens` belong to fused tokens.
             fused: Number of fused tokens so far.
             dtype: Dtype of the matrices.
         """
@@ -218,11 +219,11 @@ class SubsetProjection:
 
     @property
     def flops(self) -> int:
-        """Executed FLOPs of a projection or a reverse projection of one channel. A multiply-add counts as 2 FLOPs."""
+        """Number of FLOPs to project one channel, or to reverse the projection. A multiply-add counts as 2 FLOPs."""
         return 2 * self.rank * self.tokens
 
     def constants(self, device: torch.device, dtype: torch.dtype) -> Constants:
-        """Return the matrices. They already have the requested device and dtype."""
+        """Return the matrices, which already have the requested device and dtype."""
         return Constants((self.analysis_BNR, self.synthesis_BNR), None, None, None)
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
@@ -255,7 +256,7 @@ Padding = Literal["ortho", "zero", "reflect"]
 
 
 class Projector(Protocol):
-    """Protocol of projectors. A projector selects the projection for a grid and the channels of a layer."""
+    """Protocol of objects that select the projection for a grid and for the channels of a layer."""
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
         """Return the projection for a layer with (C_in, C_out) channels.
@@ -269,9 +270,9 @@ class Projector(Protocol):
 
 
 def backward_flops(projection: Projection | SubsetProjection, channels: tuple[int, int]) -> tuple[int, int]:
-    """Return the executed FLOPs per image of the gradients g_w and g_x of a linear layer.
+    """Return how many FLOPs per image are executed to compute the gradients g_w and g_x of a linear layer.
 
-    The first number is for exact gradients. The second number is for low-rank gradients, including the projections.
+    The first number counts exact gradients. The second number counts low-rank gradients, including the projections.
     """
     c_in, c_out = channels
     exact = 4 * c_in * c_out * projection.tokens
@@ -283,7 +284,7 @@ class WalshProjector:
     """Projector with block-wise Walsh–Hadamard bases (LBP-WHT, Equations 6 to 9).
 
     Attributes:
-        pairs: Sequencies (i, j) of the bases that are used in every 8×8 block.
+        pairs: Sequencies (i, j) of the selected bases. The same bases are used in every 8×8 block.
         padding: Padding of the grid, ``ortho``, ``zero`` or ``reflect``. See `transforms.wht_tiles`.
     """
 
@@ -291,7 +292,7 @@ class WalshProjector:
     padding: Padding = "ortho"
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid`. It does not depend on `channels`.
+        """Return the projection for maps of size `grid`. The projection does not depend on `channels`.
 
         Raises:
             ValueError: If an axis of the grid is too short for reflection.
@@ -303,10 +304,10 @@ class WalshProjector:
 class CosineProjector:
     """Projector with the lowest-frequency rows of the DCT-II.
 
-    The number of rows equals the number of rows of the orthonormalized WHT on the same grid with the same LP_L1 order.
-    Grids of up to 256 positions use a single transform. Larger grids use tiles of 16×16 or 14×14 positions if the
-    executed FLOPs, including projections, do not exceed the FLOPs of the zero-padded WHT. Otherwise, larger grids use
-    tiles of about 8×8 positions.
+    The orthonormalized WHT with the same LP_L1 order has the same number of rows on the same grid. Grids of up to 256
+    positions use a single transform. Larger grids use tiles of 16×16 or 14×14 positions if the executed FLOPs,
+    including projections, do not exceed the FLOPs of the zero-padded WHT. Otherwise, larger grids use tiles of about
+    8×8 positions.
 
     Attributes:
         order: Order of the LP_L1 selection, from 1 to 15.
@@ -315,7 +316,7 @@ class CosineProjector:
     order: int
 
     def projection(self, grid: Grid, prefix: int, channels: tuple[int, int]) -> Projection:
-        """Return the projection for maps of `grid`. See `Projector.projection`."""
+        """Return the projection for maps of size `grid`. See `Projector.projection`."""
         if grid[0] * grid[1] <= DENSE_LIMIT:
             return _cosine_projection(self, grid, prefix, None)
         wht = WalshProjector(low_pass_l1(self.order), "zero")
@@ -342,6 +343,6 @@ def _cosine_projection(projector: CosineProjector, grid: Grid, prefix: int, side
 
 
 def _cut(n: int, side: int) -> list[int]:
-    """Divide n into pieces of nearly equal size. The size of a piece is at most `side`."""
+    """Divide n into pieces of nearly equal size, each at most `side`."""
     pieces = -(-n // side)
     return [n // pieces + (k < n % pieces) for k in range(pieces)]

@@ -1,8 +1,8 @@
-"""The matrices of the projections. They are small constants, which NumPy computes once per grid in float64.
+"""Matrices of the projections, which NumPy computes once for each grid in float64.
 
 A projection is a pair of matrices over the L = H·W positions of a token grid. `analysis` (R × L) maps positions to R
 coefficients. The transpose of `synthesis` (R × L) maps the coefficients back to positions. The two matrices are equal,
-except with the padding ``reflect``, which analyzes a reflected map and crops the synthesized map. With the padding
+unless the padding is ``reflect``, which analyzes a reflected map and crops the synthesized map. With the padding
 ``ortho`` and for the DCT, the rows are orthonormal.
 
 Source: LBP-WHT (Yang et al., NeurIPS 2023), Equations 3 to 9. Padding and projection are linear, so that a single
@@ -23,7 +23,7 @@ from torch import Tensor
 Grid = tuple[int, int]
 Pairs = tuple[tuple[int, int], ...]
 
-BLOCK = 8  # order of the paper's WHT; maps are divided into blocks of 8×8 positions
+BLOCK = 8  # order of the WHT in the paper, which divides maps into blocks of 8×8 positions
 
 
 def walsh(n: int = BLOCK) -> np.ndarray:
@@ -39,17 +39,17 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return the selection LP_L1-r, where r is `order`, from 1 to 15.
+    """Return the sequencies (i, j) that LP_L1-r selects, lowest first.
 
-    It contains the sequencies (i, j) with i + j ≤ r − 1, lowest first (Equation 8).
+    LP_L1-r selects the sequencies with i + j ≤ r − 1 (Equation 8). `order` is r, from 1 to 15.
     """
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return the selection LP_L∞-r, where r is `order`, from 1 to 8.
+    """Return the sequencies (i, j) that LP_L∞-r selects, lowest first.
 
-    It contains the sequencies (i, j) with max(i, j) ≤ r − 1, lowest first (Equation 9).
+    LP_L∞-r selects the sequencies with max(i, j) ≤ r − 1 (Equation 9). `order` is r, from 1 to 8.
     """
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
 
@@ -60,9 +60,9 @@ def lowest_first(pairs: Iterable[tuple[int, int]]) -> Pairs:
 
 
 def pad_before_after(size: int) -> tuple[int, int]:
-    """Return the numbers of rows that are added before and after an axis to pad it to a multiple of 8.
+    """Return how many rows are added before and after an axis to pad the axis to a multiple of 8.
 
-    For example, an axis of 7 positions is padded with 1 row before it and 0 rows after it.
+    For example, an axis of 7 positions is padded with 1 row before the axis and 0 rows after the axis.
     """
     pad = -size % BLOCK
     return (pad + 1) // 2, pad // 2
@@ -79,8 +79,8 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
     before, after = pad_before_after(size)
     if reflect and before >= size:
         raise ValueError(
-            f"padding=reflect requires {before} mirrored rows, but an axis of {size} positions has {size - 1}; use"
-            " padding=ortho or padding=zero"
+            f"padding=reflect requires {before} mirrored rows, but an axis of {size} positions provides only"
+            f" {size - 1}. Use padding=ortho or padding=zero"
         )
     matrix = np.eye(before + size + after, size, -before)
     if reflect:
@@ -93,12 +93,12 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Tile:
-    """The part of a projection over some positions of the map.
+    """Part of a projection that covers some positions of the map.
 
     Attributes:
         positions: Ascending positions, (l,).
         analysis: Matrix, (r, l).
-        synthesis: Matrix, (r, l). If both matrices are equal, it is the same object as `analysis`.
+        synthesis: Matrix, (r, l). If the two matrices are equal, `synthesis` is the same object as `analysis`.
     """
 
     positions: np.ndarray
@@ -110,15 +110,16 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
     """Build the block-wise WHT of a map. Each 8×8 block is one tile, and tiles are ordered row by row.
 
     The grid is padded to multiples of 8 and divided into blocks that share their bases. The bases are rows of H/8,
-    where H is the matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no further factor.
+    where H is the Walsh–Hadamard matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no
+    further factor.
 
     Args:
         grid: Size of the map, (H, W).
         pairs: Selected sequencies (i, j).
-        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that the paper describes. It crops the
-            synthesized map, so that the rows are not orthonormal, and neighboring tiles may overlap. ``ortho`` uses an
-            orthonormal basis of the span of the cropped rows of each block. The resulting projector is orthogonal on
-            every grid, and no direction vanishes.
+        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that the paper describes. ``reflect``
+            crops the synthesized map, so that the rows are not orthonormal and neighboring tiles may overlap. For each
+            block, ``ortho`` uses an orthonormal basis of the space that the cropped rows span. The resulting projector
+            is orthogonal on every grid, and no direction vanishes.
 
     Raises:
         ValueError: If an axis of the grid has fewer rows than the reflection requires.
@@ -153,7 +154,7 @@ def dct_tiles(grid: Grid, sizes: tuple[list[int], list[int]], count: int) -> lis
     Args:
         grid: Size of the map, (H, W).
         sizes: Heights and widths of the rectangles. The heights sum to H, and the widths sum to W.
-        count: Number of rows of all tiles. Must be at least the number of tiles and at most H·W.
+        count: Total number of rows of all tiles. The number must be at least the number of tiles and at most H·W.
     """
     cuts = [np.split(np.arange(n), np.cumsum(s)[:-1]) for n, s in zip(grid, sizes, strict=True)]
     areas = [len(rows) * len(columns) for rows in cuts[0] for columns in cuts[1]]
@@ -215,8 +216,9 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
 def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
     """Return an orthonormal basis of the row span, in the order of the rows.
 
-    Rows that depend on earlier rows are omitted. The Gram–Schmidt process runs twice. It returns orthonormal rows
-    unchanged, and a constant first row stays constant. A singular value decomposition would mix the rows.
+    Rows that depend on earlier rows are omitted. The Gram–Schmidt process runs twice for numerical accuracy.
+    Orthonormal rows are returned unchanged, and a constant first row stays constant. A singular value decomposition
+    would mix the rows.
     """
     basis = np.zeros((0, matrix.shape[1]))
     for row in matrix:
@@ -259,7 +261,7 @@ def block_energy(x_BHWC: Tensor) -> Tensor:
     (top, bottom), (left, right) = pad_before_after(x_BHWC.shape[1]), pad_before_after(x_BHWC.shape[2])
     x = F.pad(x_BHWC.float(), (0, 0, left, right, top, bottom))
     h = torch.from_numpy(walsh()).to(x) / BLOCK**0.5
-    x = x.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))  # B, h, 8, w, 8, C
+    x = x.unflatten(1, (-1, BLOCK)).unflatten(3, (-1, BLOCK))  # shape (B, h, 8, w, 8, C)
     coefficients = torch.einsum("iy,byxc->bixc", h, x.movedim(3, 1).flatten(0, 2).flatten(2).unflatten(2, (BLOCK, -1)))
     coefficients = torch.einsum("jx,bixc->bijc", h, coefficients)
     return coefficients.square().sum((0, 3))

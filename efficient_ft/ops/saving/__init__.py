@@ -1,4 +1,4 @@
-"""Operations that save packed tensors for their backward pass, and the mode that installs them.
+"""Operations that save packed tensors for the backward pass, and the mode that installs these operations.
 
 `mode` defines the mode and its policy, and `table` lists the operations. Each other module contains one family of
 operations.

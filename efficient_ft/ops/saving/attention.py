@@ -24,7 +24,7 @@ from efficient_ft.ops.storage import Packed
 
 aten = torch.ops.aten
 
-#: Lower bound of the sum of a packed softmax output. It prevents a division by 0 if packing dropped all values.
+#: Lower bound of the sum of a packed softmax output, which prevents a division by 0 if packing dropped all values.
 _TINY = 1e-30
 
 _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
@@ -46,7 +46,7 @@ class _Softmax(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = load(ctx)
-        if ctx.zero_sum:  # a packed p does not sum to 1
+        if ctx.zero_sum:  # the values of a packed p do not sum to 1
             total = p.sum(ctx.dim, keepdim=True)
             g_x = p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))
             return None, g_x.to(ctx.type), None, None
@@ -65,9 +65,9 @@ packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softm
 
 
 class _FusedAttention(torch.autograd.Function):
-    """softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
+    """Attention softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
 
-    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse this result.
+    The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse the recomputed result.
     """
 
     @staticmethod
@@ -99,7 +99,7 @@ class _FusedAttention(torch.autograd.Function):
 
 
 def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the saved tensors of q, k and v, and record its autograd graph."""
+    """Recompute attention from the saved tensors of q, k and v, and record an autograd graph."""
     remaining = iter(tensors)
     kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
@@ -111,21 +111,21 @@ def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: boo
 
 
 def _merge_heads(y: Tensor) -> Tensor:
-    """Reshape the result of attention from (B, H, N, D) to (B, N, H·D), and detach it from its graph."""
+    """Reshape an attention output from (B, H, N, D) to (B, N, H·D), and detach the output from its graph."""
     return y.detach().transpose(1, 2).flatten(2)
 
 
 class _Attention(torch.autograd.Function):
-    """Unfused softmax(q kᵀ · scale + bias) v for q, k and v (..., N, D), with a constant bias.
+    """Unfused attention softmax(q kᵀ · scale + bias) v for q, k and v (..., N, D), with a constant bias.
 
-    The output of softmax is saved only once, for both softmax and the second product.
+    The output of softmax is saved only once for both softmax and the product with v.
     """
 
     @staticmethod
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
+        # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         scores = _scaled_product(q, k.mT, scale)
         if bias is not None:
@@ -192,7 +192,7 @@ def _attention(
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
-    # Several query heads may share a head of k and v.
+    # The inputs are broadcast, for example, if several query heads share a head of k and v.
     broadcast = query.dim() < 3 or key.shape[:-2] != batch or value.shape[:-2] != batch
     if attn_mask is not None:
         scores_shape = (*query.shape[:-1], key.shape[-2])
@@ -205,7 +205,7 @@ def _attention(
     if constant and not dropout_p and not mode.policy.forward:
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
-    # Inputs that are not contiguous are copied once here. Otherwise, each product would copy them.
+    # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
     query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
@@ -214,7 +214,7 @@ def _attention(
         return NotImplemented
     masked_out = None
     if attn_mask is not None:
-        masked_out = _masked_out(attn_mask)  # torch returns zeros for these queries
+        masked_out = _masked_out(attn_mask)  # torch returns zeros for fully masked queries
         excluded = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
         scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
     mode.begin("softmax")
@@ -226,7 +226,7 @@ def _attention(
 
 @packs(F.multi_head_attention_forward)
 def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> Any:
-    """Compute multi-head attention of inputs (N, B, C), without masks and without returning attention weights."""
+    """Compute multi-head attention for inputs (N, B, C). Masks and returned attention weights are not supported."""
     bound = _MULTI_HEAD_ATTENTION.bind(*args, **kwargs)
     bound.apply_defaults()
     a = SimpleNamespace(**bound.arguments)
@@ -250,7 +250,7 @@ def _multi_head_attention(mode: PackedOperations, *args: Any, **kwargs: Any) -> 
 
 
 def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tensor:
-    """Run an operation inside another operation. Use its packed version if that version supports the arguments."""
+    """Call a torch function, or the packed version of the function if that version supports the arguments."""
     operation = packed_operation(function)
     assert operation is not None
     mode.begin(name_of(function))
@@ -259,7 +259,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """x / max(‖x‖, ε) along `dim`. It saves its output, which the next product also saves."""
+    """Normalization x / max(‖x‖, ε) along `dim`, which saves its output. The next product saves the same tensor."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:
@@ -273,7 +273,7 @@ class _Normalize(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, norm = load(ctx)
-        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # the divisor is constant below ε
+        along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε, the divisor is constant
         return None, (g - y * along) / norm.clamp_min(ctx.eps), None, None
 
 

@@ -1,22 +1,21 @@
-"""The packing mode replaces torch operations by operations that save packed tensors.
+"""Packing mode, which replaces torch operations with operations that save packed tensors.
 
-A `PackedOperations` mode is active in a part of a model's forward pass. It intercepts the operations that would save
-activations: linear layers, convolutions, normalizations, the products and softmax of attention, activation functions,
-and products with a learned scale. The results are the same, but the tensors are saved in the storage formats that a
-`Policy` selects. The backward pass applies the formulas of the operation to the unpacked tensors (Back Razor: Jiang et
-al., NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor are therefore exact. No tensor is saved
-for parameters that do not require gradients.
+A `PackedOperations` mode is active during the forward pass of a part of the model. The mode intercepts the operations
+that would save activations: linear layers, convolutions, normalizations, the products and softmax of attention,
+activation functions, and products with a learned scale. The results of these operations do not change, but the tensors
+are saved in the storage formats that a `Policy` selects. The backward pass applies the formulas of the operation to the
+unpacked tensors (Back Razor: Jiang et al., NeurIPS 2022, Equation 3). Gradients that do not depend on a packed tensor
+are therefore exact. No tensor is saved for parameters that do not require gradients.
 
-An operation that is not in the `table` runs unchanged, and the mode does not intercept the operations that it calls.
-For example, the mode sees ``nn.MultiheadAttention`` as a single function, which has its own entry in the table.
+An operation that is not in the `table` runs unchanged, and operations inside this operation are not intercepted. For
+example, the mode sees ``nn.MultiheadAttention`` as a single function, which has its own entry in the table.
 
-A tensor that several operations save is packed only once. Examples are the input of separate q, k and v layers, and the
-output of softmax.
+A tensor that several operations save is packed only once, for example the input of separate q, k and v layers.
 
 Packers with state identify a tensor by its name. The name consists of the part of the model, the module in that part,
 the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are numbered,
-even if they save no tensor. A tensor therefore has the same name in every step, even if other layers are frozen in some
-steps.
+even if these calls save no tensor. A tensor therefore has the same name in every step, even if other layers are frozen
+in some steps.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from efficient_ft.ops.storage import Dense, Noise, Overflow, PackContext, Packed
 
 @dataclass(frozen=True)
 class Policy:
-    """The storage format of each kind of tensor that is saved for the backward pass.
+    """Storage format of each kind of tensor that is saved for the backward pass.
 
     Attributes:
         product: Packer for the inputs of linear layers and convolutions with a trainable weight.
@@ -53,20 +52,20 @@ class Policy:
         normalized: If True, a LayerNorm saves its normalized input x̂ instead of its input. Pruning x̂ causes a smaller
             error, because x̂ is centered. RMSNorm and GroupNorm also save x̂.
         derived: If True, tensors that can be computed from a saved tensor are not saved again. A layer after an
-            activation function recomputes its input from the saved input of that function. A layer after a LayerNorm
-            (with `normalized`) recomputes its input from x̂ with the exact γ and β.
+            activation function recomputes its input from the saved input of that function. If `normalized` is True, a
+            layer after a LayerNorm recomputes its input from x̂ with the exact γ and β.
         derived_all: If True, more tensors are recomputed instead of saved: the output of a BatchNorm that saves its
             input, the output of a ReLU after this BatchNorm, and the output of fused attention, which the next layer
             would save.
         fused: Packer for q, k and v of fused attention. The backward pass recomputes attention from the unpacked
             tensors, so that all terms of the gradient are consistent. If None, attention is unfused.
         plain_attention: If True, torch's fused attention runs unchanged and saves its tensors without packing.
-        position_network: True if a trained network adds a bias to the attention scores. The gradient of that network
-            consists of terms that nearly cancel. The rows of the softmax gradient are therefore computed so that they
-            sum to 0, as they do without packing.
+        position_network: True if a trained network adds a bias to the attention scores. The gradient of such a network
+            consists of terms that nearly cancel. Each row of the softmax gradient is therefore computed so that the row
+            sums to 0, as without packing.
         forward: If True, the forward pass also uses tensors that were packed and unpacked: the inputs of products and
-            normalizations, q, k, v, and the output of softmax. This is a negative control. The backward pass uses the
-            same formulas.
+            normalizations, q, k, v, and the output of softmax. This setting is a negative control for experiments. The
+            backward pass is not changed.
     """
 
     product: Packer
@@ -83,25 +82,25 @@ class Policy:
 
     @property
     def named(self) -> bool:
-        """True if a packer uses the names of tensors."""
+        """Return True if a packer uses the names of tensors."""
         packers = (self.product, self.norm, self.attention, self.activation, self.fused)
         return any(getattr(packer, "named", False) for packer in packers)
 
     @property
     def exact(self) -> bool:
-        """True if the inputs of normalizations, and tensors computed from these inputs, are restored exactly."""
+        """Return True if the inputs of normalizations, and tensors computed from these inputs, are restored exactly."""
         return isinstance(self.norm, Dense)
 
 
 @dataclass
 class PackingState:
-    """Packing state that persists from step to step.
+    """Packing state that persists between steps.
 
     Attributes:
         ranges: Running ranges of 8-bit tensors.
         noise: Seeds for stochastic rounding.
         overflow: Record of values that are too large for fp16.
-        last: The tensor that was unpacked last.
+        last: Tensor that was unpacked last.
         calls: Number of calls of each part of the model in the current forward pass.
         dense: Record of the tensors that are saved without packing, for the report of a method. If None, these tensors
             are not recorded.
@@ -115,9 +114,10 @@ class PackingState:
     dense: DenseKept | None = None
 
     def begin_call(self, name: str) -> str:
-        """Return the name of a part for its next call. From the second call in a forward pass on, the name is numbered.
+        """Return the name of a part of the model for its next call.
 
-        A forward pass ends when a backward pass or an optimizer step begins.
+        The second and later calls in a forward pass are numbered. A forward pass ends when a backward pass or an
+        optimizer step begins.
         """
         if self.last.in_backward:
             self.last.in_backward = False
@@ -126,14 +126,14 @@ class PackingState:
         return numbered(name, self.calls[name])
 
     def end_step(self) -> None:
-        """Finish an optimizer step."""
+        """Update the state at the end of an optimizer step."""
         self.last.held = None
         self.calls.clear()
         self.ranges.end_step()
         self.noise.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running ranges and the seeds in plain containers. The result is empty if neither was used."""
+        """Return the running ranges and the seeds as a dict of plain values, which is empty if neither was used."""
         if not self.ranges.by_name and not self.noise.used:
             return {}
         return {"ranges": self.ranges.state_dict(), "noise": self.noise.state_dict() if self.noise.used else None}
@@ -147,15 +147,15 @@ class PackingState:
 
 
 def numbered(name: str, number: int) -> str:
-    """Append `number` to `name` unless it is 1."""
+    """Append `number` in parentheses to `name`, unless `number` is 1."""
     return name if number == 1 else f"{name}({number})"
 
 
 def current_packing() -> PackedOperations | None:
-    """Return the innermost active packing mode, or None.
+    """Return the innermost active packing mode, or None if no packing mode is active.
 
     A mode does not intercept operations inside autograd functions. The autograd functions of this package therefore
-    call this function to pack the tensors that they save.
+    call `current_packing` to pack the tensors that they save.
     """
     mode: PackedOperations | None = context.packing
     return mode
@@ -176,20 +176,20 @@ def packing_suspended() -> Iterator[None]:
 
 
 class PackedOperations(TorchFunctionMode):
-    """A mode in which operations on tensors that require gradients save packed tensors.
+    """Mode in which operations on tensors that require gradients save packed tensors.
 
     Args:
         policy: Storage format of each kind of tensor.
-        state: State that persists from step to step.
-        region: Name of this part of the model. It must be the same in every step.
+        state: Packing state that persists between steps.
+        region: Name of this part of the model, which must be the same in every step.
         samples: Number of images in the batch, B. The first dimension of every activation is a multiple of B.
-        heads: Number of attention heads in this part, if each head has a separate range. If None, each tensor has one
-            range.
+        heads: Number of attention heads in this part. If given, each head has a separate range. If None, each tensor
+            has one range.
         modules: Names of the modules in this part, which become part of the names of tensors. If None, the names of
             tensors do not contain module names.
 
     Attributes:
-        records: True if the forward pass saves tensors and therefore counts as a call of the part.
+        records: True if the forward pass saves tensors and therefore counts as a call (see `PackingState.begin_call`).
         is_suspended: True if operations run unchanged (see `packing_suspended`).
     """
 
@@ -215,7 +215,7 @@ class PackedOperations(TorchFunctionMode):
     def __enter__(self) -> PackedOperations:
         self._outer = current_packing()
         context.packing = self
-        self.state.last.held = None  # an unfinished backward pass may have left a tensor
+        self.state.last.held = None  # an interrupted backward pass may have left a tensor
         if self.records:
             self.region = self.state.begin_call(self.region)
         if self._modules is not None:
@@ -243,7 +243,7 @@ class PackedOperations(TorchFunctionMode):
             self._running.pop()
 
     def begin(self, operation: str) -> None:
-        """Start an operation, even if it saves no tensor.
+        """Start an operation. Operations that save no tensor must also be started, because repeated calls are numbered.
 
         The name of the operation becomes part of the names of the tensors that are saved next.
         """
@@ -278,11 +278,11 @@ class PackedOperations(TorchFunctionMode):
         result: bool = False,
         role: str = "input",
     ) -> Packed:
-        """Pack x once for all operations that save it.
+        """Pack x only once for all operations that save x.
 
         Args:
             x: Tensor to save.
-            packer: Packer for x. It is not used if x is already packed, or if x can be computed from a packed tensor.
+            packer: Packer for x, which is not used if x is already packed or can be computed from a packed tensor.
             dtype: Dtype of x in the operation (under autocast) and after unpacking. Default: the dtype of x.
             heads: Dimension of x that is divided into heads.
             result: True if x is the output of the operation itself. x is then saved without its autograd graph, because
@@ -310,11 +310,11 @@ class PackedOperations(TorchFunctionMode):
         return in_order(packed, order, dtype or x.dtype)
 
     def weight(self, weight: Tensor) -> tuple[Tensor, Tensor | Packed]:
-        """Return the weight that a linear layer or convolution uses, and the tensor that is saved for it."""
+        """Return the weight that a linear layer or convolution uses, and the tensor to save for the backward pass."""
         return weight, weight
 
     def find_source(self, x: Tensor) -> Packed | None:
-        """Return the packed tensor from which x can be computed, or None."""
+        """Return the packed tensor from which x can be computed, or None if no such tensor exists."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is None:
@@ -323,7 +323,7 @@ class PackedOperations(TorchFunctionMode):
         return in_order(packed, order, x.dtype)
 
     def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """If x has a source, register this source for y = function(x)."""
+        """If x can be computed from a packed tensor, register this tensor as the source of y = function(x)."""
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
         if packed is not None:
@@ -339,9 +339,9 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return a copy of `packed` with a separate user count.
+        """Return a copy of `packed` that counts its users separately.
 
-        Consecutive users of the copy share one unpacked tensor.
+        Consecutive operations that use the copy share one unpacked tensor.
         """
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
@@ -356,6 +356,6 @@ class PackedOperations(TorchFunctionMode):
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:
-        """Return the packed tensor for `key`, or None if it does not exist or a new tensor has reused its memory."""
+        """Return the packed tensor for `key`, or None if no such tensor exists or its memory has been reused."""
         found = self._kept.get(key)
         return found[1] if found is not None and found[0]() is storage else None

@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 
 class _LayerNorm(torch.autograd.Function):
-    """LayerNorm. It saves exact statistics, and either its input or x̂ (`Policy.normalized`)."""
+    """LayerNorm that saves exact statistics, and either its input or x̂ (see `Policy.normalized`)."""
 
     @staticmethod
     def forward(
@@ -69,7 +69,7 @@ def _normalized(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x̂ · γ with x̂ = x / √(mean(x²) + ε) over the last dimensions. It saves x or x̂, like `_LayerNorm`."""
+    """RMSNorm over the last dimensions, x̂ · γ with x̂ = x / √(mean(x²) + ε), that saves x or x̂ like `_LayerNorm`."""
 
     @staticmethod
     def forward(
@@ -117,7 +117,7 @@ def _rms_norm(
 
 
 class _GroupNorm(torch.autograd.Function):
-    """GroupNorm. It saves exact statistics, and either its input or x̂, like `_LayerNorm`."""
+    """GroupNorm that saves exact statistics, and either its input or x̂, like `_LayerNorm`."""
 
     @staticmethod
     def forward(
@@ -143,7 +143,7 @@ class _GroupNorm(torch.autograd.Function):
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
         statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        # Both tensors are made contiguous, because the kernel reads them in the memory format of the first tensor.
+        # Both tensors are made contiguous, because the kernel reads both in the memory format of the first tensor.
         g, x = g.contiguous(), x.contiguous()
         found = aten.native_group_norm_backward(g, x, *statistics, weight, *ctx.sizes, wanted)
         g_x = found[0] if wanted[0] else None
@@ -171,7 +171,7 @@ def _group_norm(
 def _from_normalized(
     mode: PackedOperations, y: Tensor, kept: Packed, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """Register the packed x̂ as the source of y = x̂ · γ + β. With `Policy.forward`, recompute y from the packed x̂."""
+    """Register the packed x̂ as the source of y = x̂ · γ + β. If `Policy.forward` is True, recompute y from x̂."""
     affine = [p for p in (weight, bias) if p is not None]
     unpack = partial(_affine, kept.unpack, weight is not None, bias is not None)
     if mode.policy.forward:
@@ -192,7 +192,7 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
     """Convert the input of a normalization to single precision under autocast.
 
-    With `Policy.forward`, also pack and unpack the input.
+    If `Policy.forward` is True, also pack and unpack the input.
     """
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
@@ -214,9 +214,9 @@ def _layer_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm with running statistics, which is an affine map of each channel.
+    """BatchNorm with running statistics (an affine map of each channel).
 
-    It saves its input only if γ requires a gradient.
+    The input is saved only if γ requires a gradient.
     """
 
     @staticmethod
@@ -231,7 +231,7 @@ class _BatchNorm(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         y = F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
-        # Pruning drops values near 0. Centering the input first makes these values the least important ones.
+        # Pruning drops values near 0. Centering the input first makes values near 0 the least important values.
         policy = mode.policy
         ctx.centered = policy.normalized and isinstance(policy.norm, Sparse) and not policy.forward
         kept = None
@@ -256,7 +256,7 @@ class _BatchNorm(torch.autograd.Function):
         if ctx.needs_input_grad[5]:
             g_b = g.sum(others, dtype=mean.dtype)
         if x is not None:
-            # The kernel centers the input before summing, because the mean may be far larger than the deviation.
+            # The kernel centers the input before summing, because the mean may far exceed the standard deviation.
             center = torch.zeros_like(mean) if ctx.centered else mean
             wanted = [False, True, False]
             g_w = aten.native_batch_norm_backward(g, x, weight, center, var, None, None, False, ctx.eps, wanted)[1]
@@ -264,7 +264,7 @@ class _BatchNorm(torch.autograd.Function):
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """View values (C,) so that they broadcast with (B, C, ...)."""
+    """View values (C,) in a shape that broadcasts with (B, C, ...)."""
     return values.view([1, -1] + [1] * (like.dim() - 2))
 
 
@@ -310,7 +310,7 @@ def _set_map_source(
     scale = rstd if weight is None else weight * rstd
     shift = -mean * scale if bias is None else bias - mean * scale
     source = Packed((*x.tensors, scale, shift), partial(_mapped, x.unpack), x.shared)
-    # If x is stored unchanged, users of y share one recomputed y. Otherwise, they share the unpacked x with BatchNorm.
+    # Operations that save y share one recomputed y if x is stored unchanged, or the unpacked x otherwise.
     mode.set_source(y, mode.share(source) if mode.policy.exact else source)
 
 

@@ -21,9 +21,9 @@ aten = torch.ops.aten
 
 
 class _Scale(torch.autograd.Function):
-    """The product x · s, where s has fewer values than x and is saved without packing.
+    """Product x · s, where s has fewer values than x and is saved without packing.
 
-    Examples of s are LayerScale, a logit scale, and a gate for each channel.
+    For example, s is the weight of a LayerScale, a logit scale, or a gate for each channel.
     """
 
     @staticmethod
@@ -50,7 +50,7 @@ def _scaled(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """The elementwise product of two activations, for example in SwiGLU. `b` may be broadcast."""
+    """Elementwise product of two activations, for example in SwiGLU. `b` may be broadcast."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def _mul(mode: PackedOperations, input: Any, other: Any) -> Any:
 
 
 class _Smooth(torch.autograd.Function):
-    """A smooth elementwise activation function with the gradient `gradient(g, x)`."""
+    """Smooth elementwise activation function with the gradient `gradient(g, x)`."""
 
     @staticmethod
     def forward(
@@ -140,7 +140,7 @@ def _gelu(mode: PackedOperations, input: Tensor, *, approximate: str = "none") -
 
 
 class _Sigmoid(torch.autograd.Function):
-    """The logistic function. It saves its output."""
+    """Logistic function, which saves its output."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor) -> Tensor:
@@ -161,14 +161,14 @@ def _sigmoid(mode: PackedOperations, input: Tensor) -> Any:
 
 
 class _Clamp(torch.autograd.Function):
-    """ReLU and its bounded variants. They save one bit per element, or no tensor if x can be recomputed exactly."""
+    """ReLU and its bounded variants, which save one bit per element, or no tensor if x can be recomputed exactly."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, low: float, high: float) -> Tensor:
         clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
         y = clamp(x)
         ctx.limits, ctx.shape = (low, high), x.shape
-        # With lossy packing, a value near a limit could move to the other side of the limit.
+        # x is recomputed only if packing is exact, because lossy packing could move a value across a limit.
         source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
         ctx.from_result = source is not None
         if source is not None:

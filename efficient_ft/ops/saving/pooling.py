@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class _AveragePool(torch.autograd.Function):
-    """Average pooling. Its gradient requires only the shape of the input, although torch saves the input."""
+    """Average pooling that saves only the shape of the input, whereas torch saves the input itself."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, function: Any, gradient: Any) -> Tensor:
@@ -61,9 +61,9 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling. It saves one byte per output value: the position of the maximum in the window.
+    """Maximum pooling that saves the position of the maximum in the window (one byte per output value).
 
-    torch saves the input, and an index of 8 bytes per output value.
+    In contrast, torch saves the input and an index of 8 bytes per output value.
     """
 
     @staticmethod
@@ -87,7 +87,7 @@ class _MaxPool2d(torch.autograd.Function):
         index = (top + position // width * dilation[0]) * ctx.shape[3] + left + position % width * dilation[1]
         g_x = g.new_zeros(*ctx.shape[:2], ctx.shape[2:].numel())
         g_x = g_x.scatter_add_(2, index.flatten(2), g.flatten(2)).view(ctx.shape)
-        # g_x has the memory format of g, so that the layers below do not copy it.
+        # g_x has the memory format of g, so that earlier layers do not have to copy g_x.
         g_x = g_x if g.is_contiguous() else g_x.contiguous(memory_format=torch.channels_last)
         return g_x, None, None, None, None, None
 

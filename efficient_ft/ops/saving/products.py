@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer. g_x = g w and g_b are exact, and g_w = gᵀ x uses the unpacked x."""
+    """Linear layer with exact gradients g_x = g w and g_b. The gradient g_w = gᵀ x uses the unpacked x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -50,7 +50,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution, with gradients as in `_Linear`. If g_w is not required, only the shape of the input is saved."""
+    """Convolution with gradients as in `_Linear`. If g_w is not required, only the shape of the input is saved."""
 
     @staticmethod
     def forward(
@@ -110,7 +110,7 @@ def pair(value: int | Sequence[int]) -> list[int]:
 
 
 class _Matmul(torch.autograd.Function):
-    """The product of two activations (..., n, k) and (..., k, m)."""
+    """Product of two activations (..., n, k) and (..., k, m)."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -118,7 +118,7 @@ class _Matmul(torch.autograd.Function):
         packer = mode.policy.attention
         kept_a = mode.keep(a, packer, y.dtype, 1, role="a") if ctx.needs_input_grad[2] else None
         kept_b = mode.keep(b, packer, y.dtype, 1, role="b") if ctx.needs_input_grad[1] else None
-        save(ctx, kept_b, kept_a)  # a is unpacked last, because the softmax that returned a uses it next
+        save(ctx, kept_b, kept_a)  # a is unpacked last, because the softmax that returned a uses a next
         ctx.types = a.dtype, b.dtype
         return y
 
@@ -138,7 +138,7 @@ def _bmm(mode: PackedOperations, input: Tensor, mat2: Tensor) -> Any:
 
 @packs(torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
-    """Multiply two activations with equal leading dimensions. Return NotImplemented for other tensors."""
+    """Multiply two activations with equal leading dimensions. Return NotImplemented for unsupported tensors."""
     batched = input.dim() == other.dim() >= 3 and input.shape[:-2] == other.shape[:-2]
     if not batched or not mode.supports(input, other):
         return NotImplemented
@@ -146,6 +146,6 @@ def matmul(mode: PackedOperations, input: Tensor, other: Tensor) -> Any:
 
 
 def product(mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
-    """Multiply two activations (..., n, k) and (..., k, m). Both are packed with `Policy.attention`."""
+    """Multiply two activations (..., n, k) and (..., k, m). Both activations are packed with `Policy.attention`."""
     packer, of_a, of_b = mode.policy.attention, b.requires_grad, a.requires_grad
     return _Matmul.apply(mode, as_kept(mode, a, packer, of_a, 1), as_kept(mode, b, packer, of_b, 1))

@@ -25,9 +25,9 @@ def save(ctx: Any, *parts: Tensor | Packed | None) -> None:
 
 
 def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
-    """Return the arguments of `save` in the same order, unpacked.
+    """Return the unpacked arguments of `save` in the same order.
 
-    With `one_by_one`, packed arguments are returned as functions that unpack them. The caller can then unpack one
+    If `one_by_one` is True, packed arguments are returned as functions that unpack them. The caller can then unpack one
     tensor at a time, so that not all tensors are in memory at once.
     """
     saved, at, parts = ctx.saved_tensors, 0, []
@@ -42,7 +42,7 @@ def load(ctx: Any, one_by_one: bool = False) -> list[Any]:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Pack and unpack x. The backward pass returns the gradient unchanged."""
+    """Identity function that packs and unpacks x, and returns the gradient unchanged in the backward pass."""
 
     @staticmethod
     def forward(
@@ -50,7 +50,7 @@ class _StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         kept = mode.keep(x, packer, dtype, heads)
         y = kept.shared.in_forward(kept.unpack, *kept.tensors)
-        kept.shared.users -= 1  # this function does not save x
+        kept.shared.users -= 1  # `_StraightThrough` does not save x
         mode.set_source(y, kept)  # operations that save y reuse the packed tensor
         ctx.type = x.dtype
         return y
@@ -64,7 +64,7 @@ class _StraightThrough(torch.autograd.Function):
 def as_kept(
     mode: PackedOperations, x: Tensor, packer: Packer, needed: bool = True, heads: int | None = None, cast: bool = True
 ) -> Tensor:
-    """Return x. With `Policy.forward`, pack and unpack x first (Back Razor, Figure 3: a negative control).
+    """Return x, which is packed and unpacked if `Policy.forward` is True (Back Razor, Figure 3: a negative control).
 
     `needed` is True if the operation saves x. `cast` is True if the operation converts x to the autocast dtype.
     """

@@ -1,4 +1,4 @@
-"""Sharing of packed tensors: several operations save one packed tensor, and consecutive users unpack it once."""
+"""Sharing of packed tensors: operations that save the same tensor pack it only once and share the unpacked tensor."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from efficient_ft.ops.storage import Packed
 
 
 class LastUnpacked:
-    """The tensor that was unpacked last.
+    """Tensor that was unpacked last.
 
-    It is stored until all its users have received it, or until another tensor is unpacked. In the backward pass, the
-    users of a tensor often run consecutively. Examples are a normalization and the layer that follows, and the softmax
-    and the second product of attention.
+    The tensor is stored until all operations that saved it have received it, or until another tensor is unpacked. In
+    the backward pass, operations that saved the same tensor often run consecutively, for example a normalization and
+    the next layer, or the softmax and the second product of attention.
     """
 
     def __init__(self) -> None:
-        # A single attribute is replaced atomically. This is required if the backward pass runs in several threads.
+        # The backward pass may run in several threads, so the state is one attribute that is replaced atomically.
         self.held: tuple[SharedUnpack, Tensor] | None = None
-        #: True if a tensor has been unpacked since the flag was reset.
+        #: True if a tensor has been unpacked since `in_backward` was reset.
         self.in_backward = False
 
 
 class SharedUnpack:
-    """An unpack function that several operations share.
+    """Unpack function that several operations share.
 
     Attributes:
         users: Number of operations that save the packed tensor.
-        calls: Number of times that the users have requested the unpacked tensor.
+        calls: Number of times that the unpacked tensor has been requested.
     """
 
     def __init__(self, unpack: Callable[..., Tensor], last: LastUnpacked) -> None:
         self.unpack, self.last, self.users, self.calls = unpack, last, 0, 0
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        """Return the dense tensor for one user."""
+        """Return the unpacked tensor to one of the operations that saved the tensor."""
         held, self.last.held = self.last.held, None
         self.last.in_backward = True
         dense = held[1] if held is not None and held[0] is self else None
-        del held  # frees the last tensor before this tensor is unpacked
+        del held  # free the last tensor before this tensor is unpacked
         if dense is None:
             dense = self.unpack(*tensors)
         self.calls += 1
@@ -56,7 +56,7 @@ class SharedUnpack:
         self.users += 1
 
     def in_forward(self, unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Call `unpack`, which calls this object, in the forward pass. This call does not count as a request."""
+        """Call `unpack`, which calls this object, in the forward pass, and do not count the call as a request."""
         dense = unpack(*tensors)
         self.calls -= 1
         self.last.held, self.last.in_backward = None, False
@@ -64,7 +64,7 @@ class SharedUnpack:
 
 
 class BothShared:
-    """The user count of a product of two packed tensors. A user of the product is a user of both factors."""
+    """User count of a product of packed tensors. An operation that saves the product is counted for both factors."""
 
     def __init__(self, *shared: Any) -> None:
         self.shared = shared
@@ -76,11 +76,11 @@ class BothShared:
 
 
 def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
-    """Return the memory order of x, and a key that is equal for x and its transpose, so that both are packed only once.
+    """Return the memory order of x, a view of x in this order, and a key that is equal for x and its transpose.
 
     Returns:
-        order: Dimensions of x in the order of its memory. The first dimension stays first.
-        memory: View of x with its dimensions in that order.
+        order: Dimensions of x in memory order. The first dimension stays first.
+        memory: View of x with the dimensions in memory order.
         identity: Key that is equal for tensors with the same memory and version.
     """
     order = (0, *sorted(range(1, x.dim()), key=x.stride().__getitem__, reverse=True))
@@ -92,13 +92,13 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
     """Return a packed tensor with the original order of dimensions and a new dtype.
 
-    `packed` unpacks to a tensor in memory order. `order` lists the original dimensions in this order.
+    `packed` unpacks to a tensor in memory order. `order` lists the original dimensions in memory order.
     """
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 
 
 def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Unpack a tensor, and apply `function` to it."""
+    """Return the result of `function` for the unpacked tensor."""
     return function(unpack(*tensors))
 
 

@@ -1,4 +1,4 @@
-"""The table of packed operations, and a record of the dense tensors that other operations save.
+"""Table of packed operations, and a record of the dense tensors that other operations save.
 
 The table maps a torch function to the function that replaces it. The modules of this package register their operations
 when they are imported. Use the decorator `packs` to register a new operation.
@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-#: A function that is called with the mode and the arguments of the torch function that it replaces. It returns the
-#: result, or NotImplemented if the operation does not support these arguments.
+#: Function that replaces a torch function and is called with the mode and the original arguments. The function returns
+#: the result, or NotImplemented if the arguments are not supported.
 Operation = Callable[..., Any]
 
 _OPERATIONS: dict[Any, Operation] = {}
@@ -25,7 +25,7 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 
     def register(operation: Operation) -> Operation:
         for function in functions:
-            # torch exports some functions under two names.
+            # torch exports some functions under two names, so an operation may be registered twice.
             assert _OPERATIONS.get(function, operation) is operation, function
             _OPERATIONS[function] = operation
         return operation
@@ -34,7 +34,7 @@ def packs(*functions: Any) -> Callable[[Operation], Operation]:
 
 
 def packed_operation(function: Any) -> Operation | None:
-    """Return the packed operation that replaces a torch function, or None."""
+    """Return the packed operation that replaces a torch function, or None if no operation replaces the function."""
     return _OPERATIONS.get(function)
 
 
@@ -44,14 +44,14 @@ def name_of(function: Any) -> str:
 
 
 class DenseKept:
-    """Record the size of the activations that operations without a packed version save.
+    """Record of the sizes of activations that operations without a packed version save.
 
     Args:
         samples: Number of images, B. The first dimension of an activation is a multiple of B.
 
     Attributes:
-        bytes_of: Number of bytes for each operation name. Each storage is counted once, for the first operation that
-            saves it.
+        bytes_of: Number of saved bytes for each operation name. Each storage is counted once, for the first operation
+            that saves it.
     """
 
     def __init__(self, samples: int) -> None:

@@ -1,4 +1,4 @@
-"""Compact storage formats of activations for the backward pass.
+"""Compact storage formats for activations that are saved for the backward pass.
 
 `sparse`, `eight_bits` and `groups` define the formats with reference implementations in plain PyTorch, which run on
 every device. For fake tensors, the functions return fake tensors and compute no values. `kernels` contains CPU and GPU

@@ -1,4 +1,4 @@
-"""The 8-bit format. It quantizes each group to 255 steps over its range, with unbiased stochastic rounding.
+"""8-bit format, which divides the range of each group into 255 steps and uses unbiased stochastic rounding.
 
 Source: Mesa (Pan et al., 2021).
 """
@@ -33,7 +33,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 
 
 def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Reference implementation of `quantize` in plain PyTorch."""
+    """Compute `quantize` in plain PyTorch (reference implementation)."""
     steps = 255 / (high - low).clamp_min(1e-30)
     scaled = (x.float() - low[:, None]) * steps[:, None]
     return (scaled + uniform(x.numel(), seed, x.device).view(x.shape)).floor_().clamp_(0, 255).to(torch.uint8)
@@ -52,7 +52,7 @@ def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Convert codes q, (outer, G, inner) uint8, to float32 values between `low` and `high`, each (G,)."""
+    """Convert uint8 codes q (outer, G, inner) to float32 values between `low` (G,) and `high` (G,)."""
     if isinstance(q, FakeTensor):
         return low.new_empty(q.shape)
     if q.numel() and (kernels := kernels_for(low)):
@@ -61,7 +61,7 @@ def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Reference implementation of `dequantize` in plain PyTorch."""
+    """Compute `dequantize` in plain PyTorch (reference implementation)."""
     return low[:, None] + q.float() * ((high - low) / 255)[:, None]
 
 
@@ -75,5 +75,5 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def extremes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `extremes` in plain PyTorch."""
+    """Compute `extremes` in plain PyTorch (reference implementation)."""
     return x.amin((0, 2)).float(), x.amax((0, 2)).float()

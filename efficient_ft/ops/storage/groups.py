@@ -1,13 +1,14 @@
-"""The group format. It stores groups of consecutive values with 8, 4, 3 or 2 bits per value.
+"""Group format, which stores groups of consecutive values with 8, 4, 3 or 2 bits per value.
 
-For a group of G consecutive values, it stores the minimum and the step in fp16, and a code of b bits for each value.
-The total is b + 32/G bits per value. Sources: ActNN (Chen et al., ICML 2021) for groups with stochastic rounding; GACT
-(Liu et al., ICML 2022). Rounding to nearest is biased, but its error is much smaller.
+For each group of G consecutive values, the format stores the minimum and the step in fp16, and a code of b bits for
+each value. The format requires b + 32/G bits per value. Sources: ActNN (Chen et al., ICML 2021) for groups with
+stochastic rounding; GACT (Liu et al., ICML 2022). Compared with stochastic rounding, rounding to nearest is biased, but
+more accurate.
 
-The codes of a group are stored in planes, so that whole vectors are packed at once. With 4 bits, the low half of byte j
-of a group contains value j, and the high half contains value j + G/2. With 2 bits, byte j contains the values j, j +
-G/4, j + G/2 and j + 3G/4. With 3 bits, the first plane contains the two low bits of each value in the 2-bit layout. The
-second plane contains the high bits. Byte j of the second plane contains the high bits of the values j, j + G/8, …
+The codes of a group are arranged so that whole vectors are packed at once. With 4 bits, the low half of byte j of a
+group contains value j, and the high half contains value j + G/2. With 2 bits, byte j contains the values j, j + G/4, j
++ G/2 and j + 3G/4. With 3 bits, the low two bits of all values are stored first, in the 2-bit layout. The high bits of
+all values follow: byte j of this part contains the high bits of the values j, j + G/8, …
 """
 
 from __future__ import annotations
@@ -29,17 +30,17 @@ def group_length(n: int, group: int) -> int:
 
 
 def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Pack the values of x in the order of its dimensions.
+    """Pack the values of x in row-major order, as in `x.flatten()`.
 
-    If a group contains a non-finite value, all its values become NaN. A minimum or step that exceeds the range of fp16
-    becomes infinite.
+    If a group contains a non-finite value, all values of the group become NaN. A minimum or step that exceeds the range
+    of fp16 becomes infinite.
 
     Args:
         x: Tensor of any shape, floating dtype and strides, with n >= 1 values.
         bits: Number of bits per value, 8, 4, 3 or 2.
         group: Number of values per group, a multiple of 8. See `group_length`.
-        seed: Seed for stochastic rounding with expected value x, () int64. Equal seeds and inputs give equal results on
-            every device. With a seed, the minimum is rounded down and the step is rounded up, so that no value is
+        seed: Seed for unbiased stochastic rounding, () int64. Equal seeds and inputs give equal results on every
+            device. If a seed is given, the minimum is rounded down and the step is rounded up, so that no value is
             clamped. If None, values are rounded to nearest.
 
     Returns:
@@ -60,7 +61,7 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
 def as_whole_groups(x: Tensor, length: int) -> Tensor:
     """View x as M equally spaced pieces of L elements, (M, L). L is a multiple of the group length unless M is 1.
 
-    For example, such a view exists for q inside a fused qkv tensor. Without such a view, x is copied to (1, n).
+    For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied to (1, n).
     """
     piece, at = 1, x.dim() - 1
     while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
@@ -78,13 +79,13 @@ def as_whole_groups(x: Tensor, length: int) -> Tensor:
 
 
 def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `group_pack` in plain PyTorch, for groups of `length` values."""
+    """Compute `group_pack` in plain PyTorch for groups of `length` values (reference implementation)."""
     x = x.reshape(-1).float()
     (n,), levels = x.shape, 2**bits - 1
     x_GL = torch.cat([x, x[-1:].expand(-n % length)]).view(-1, length)
     finite = x_GL.isfinite().all(1)
     x_GL = torch.where(finite[:, None], x_GL, 0)
-    low = x_GL.amin(1) + 0.0  # + 0 converts -0 to 0
+    low = x_GL.amin(1) + 0.0  # adding 0 converts -0 to 0
     low = low.half() if seed is None else _half_below(low)
     step = ((x_GL.amax(1) - low.float()) / levels).clamp_min(0) + 0.0
     step = step.half() if seed is None else -_half_below(-step)
@@ -100,7 +101,7 @@ def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None)
 
 
 def _half_below(x: Tensor) -> Tensor:
-    """Round float32 down to fp16, so that the range of a group contains all its values."""
+    """Round float32 values down to fp16, so that the range of a group contains all values of the group."""
     half = x.half()
     bits = half.view(torch.int16)
     below = torch.where(bits > 0, bits - 1, bits + 1).view(torch.float16)
@@ -108,7 +109,7 @@ def _half_below(x: Tensor) -> Tensor:
 
 
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
-    """Restore the n values packed by `group_pack` as a flat tensor of `dtype`."""
+    """Return a flat tensor of `dtype` that contains the n values packed by `group_pack`."""
     if isinstance(codes, FakeTensor):
         return codes.new_empty(n, dtype=dtype)
     if kernels := kernels_for(ranges):
@@ -117,21 +118,21 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
 
 
 def group_unpack_reference(codes: Tensor, ranges: Tensor, n: int, bits: int) -> Tensor:
-    """Reference implementation of `group_unpack` in plain PyTorch, in float32."""
+    """Compute `group_unpack` in plain PyTorch and in float32 (reference implementation)."""
     low, step = ranges.float()
     values = _from_planes(codes, bits).float() * step[:, None] + low[:, None]
     return values.flatten()[:n]
 
 
 def _to_planes(codes_GL: Tensor, bits: int) -> Tensor:
-    """Pack codes (groups, G), with one code per byte, into (groups, G·bits/8)."""
+    """Pack codes (groups, G), with one code per byte, into bytes (groups, G·bits/8)."""
     if bits == 3:
         return torch.cat([_plane(codes_GL & 3, 2), _plane(codes_GL >> 2, 1)], 1)
     return _plane(codes_GL, bits)
 
 
 def _from_planes(packed: Tensor, bits: int) -> Tensor:
-    """Unpack (groups, G·bits/8) into codes (groups, G) uint8."""
+    """Unpack bytes (groups, G·bits/8) into codes (groups, G), with one code per byte."""
     if bits == 3:
         cut = packed.shape[1] * 2 // 3
         return _spread(packed[:, :cut], 2) | _spread(packed[:, cut:], 1) << 2

@@ -1,7 +1,7 @@
-"""Packers, which convert a tensor to a storage format for the backward pass, and their state.
+"""Packers, which convert tensors to storage formats for the backward pass, and the state of packers.
 
-A packer returns a `Packed`: the tensors to save, and the function that restores a dense tensor of the original shape
-and dtype. The state consists of running ranges, seeds for stochastic rounding, and a record of fp16 overflow.
+A packer returns a `Packed` object, which contains the tensors to save and a function that restores a dense tensor of
+the original shape and dtype. The state consists of running ranges, seeds for rounding, and a record of fp16 overflow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Ranges:
     """Running ranges of quantized tensors (Mesa: running mean with factor 0.9).
 
     If a tensor is not finite in a step, all ranges are restored to their values before that step. If a range was not
-    used for n steps, its next update has the size of n updates, because the weights of earlier layers have changed.
+    used for n steps, its next update is as large as n updates, because the weights of earlier layers have changed.
 
     Attributes:
         by_name: Ranges (low, high), each (G,) float32. The keys are names of tensors (`PackContext.name`).
@@ -46,7 +46,7 @@ class Ranges:
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Range of each name before the current step, and the step in which it was last updated.
+    #: Range of each name before the current step, and the step in which the range was last updated.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
@@ -54,8 +54,8 @@ class Ranges:
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
         """Move the range `name` towards the range of x (outer, G, inner).
 
-        Return the new minimum and maximum, each (G,) float32. If x is not finite, the returned range is not finite
-        either, so that x is unpacked to non-finite values. The stored range does not change.
+        Return the new minimum and maximum, each (G,) float32. If x is not finite, the stored range does not change, and
+        the returned range is not finite, so that x is unpacked to non-finite values.
         """
         low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)
@@ -91,7 +91,7 @@ class Ranges:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain containers."""
+        """Return the state as a dict of plain values."""
         ranges = {name: [low.tolist(), high.tolist(), self.updated[name]] for name, (low, high) in self.by_name.items()}
         return {"step": self.step, "by_name": ranges}
 
@@ -109,10 +109,10 @@ class Noise:
     """Seeds for stochastic rounding.
 
     A seed is a hash of torch's initial seed, the rank, the optimizer step, and the number of earlier seeds in the step.
-    The generators of torch are not used. Dropout and stochastic depth are therefore the same as without packing.
+    torch's random number generators are not used, so that dropout and stochastic depth are the same as without packing.
 
     Attributes:
-        seed: torch's initial seed when the object is created.
+        seed: Initial seed of torch when the object is created.
         step: Number of completed optimizer steps.
         count: Number of seeds returned in this step.
         used: True if a seed has been returned.
@@ -134,7 +134,7 @@ class Noise:
         self.step, self.count = self.step + 1, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state in plain containers."""
+        """Return the state as a dict of plain values."""
         return {"seed": self.seed, "step": self.step, "count": self.count}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -145,11 +145,11 @@ class Noise:
 
 @dataclass
 class Overflow:
-    """Record of values that are too large for fp16. It does not synchronize with the device until `check` is called.
+    """Record of values that are too large for fp16. Only `check` synchronizes with the device.
 
     Attributes:
-        flag: True if a finite value became infinite, () bool on the device of the tensors. None if no value was
-            converted since the last check.
+        flag: True if a finite value became infinite, () bool on the device of the tensors. The flag is None if no value
+            has been converted since the last check.
     """
 
     flag: Tensor | None = None
@@ -188,19 +188,20 @@ class Overflow:
         flag, self.flag = self.flag, None
         if flag is not None and bool(flag):
             raise UserError(
-                "A packed activation exceeds the range of fp16 (65504). With value_dtype=fp16, use value_dtype=bf16,"
-                " which takes the same memory and has a wider range. With method=low_bit, use method=mesa."
+                "A packed activation exceeds the range of fp16 (65504). Instead of value_dtype=fp16, use"
+                " value_dtype=bf16, which needs the same memory but has a wider range. Instead of method=low_bit, use"
+                " method=mesa."
             )
 
 
 @dataclass(frozen=True)
 class PackContext:
-    """The context in which a tensor is packed, for packers that keep state.
+    """Context in which a tensor is packed, including the state of packers.
 
     Attributes:
-        name: Name of the tensor. It must be the same in every step.
+        name: Name of the tensor, which must be the same in every step.
         samples: Number of samples, B. The size of the first dimension is a multiple of B, and the elements of a sample
-            are adjacent along it.
+            are adjacent along this dimension.
         ranges: Running ranges of all tensors.
         overflow: Record of fp16 overflow.
         heads: Dimension of x that is divided into heads, and the number of heads. Each head then has a separate range.
@@ -222,9 +223,9 @@ class Packed:
 
     Attributes:
         tensors: Tensors to save for the backward pass.
-        unpack: Function that restores the dense tensor. Its arguments are the saved `tensors`. It must not reference a
+        unpack: Function that restores the dense tensor from the saved `tensors`. The function must not reference a
             tensor.
-        shared: User count of a packed tensor that several operations save (`efficient_ft.ops.saving`).
+        shared: Object that counts the operations that save the packed tensor (see `efficient_ft.ops.saving`).
     """
 
     tensors: tuple[Tensor, ...]
@@ -233,16 +234,16 @@ class Packed:
 
 
 class Packer(Protocol):
-    """Protocol of packers. If the attribute `named` is true, the packer keeps state for each tensor name."""
+    """Protocol of packers. If the attribute `named` is True, the packer keeps state for each tensor name."""
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack a non-empty tensor of any shape, with dimensions in the order of its memory."""
+        """Pack a non-empty tensor of any shape, whose dimensions are in memory order."""
         ...
 
 
 @dataclass(frozen=True)
 class Dense:
-    """Store the tensor unchanged.
+    """Packer that stores the tensor unchanged.
 
     Args:
         alone: If True, a view of less than half of a tensor is copied, so that the memory of that tensor can be freed.
@@ -251,14 +252,14 @@ class Dense:
     alone: bool = False
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Return x itself or a copy of it."""
+        """Pack x itself or a copy of x."""
         part = self.alone and 2 * x.numel() * x.element_size() < x.untyped_storage().nbytes()
         return Packed((x.clone() if part else x,), _identity)
 
 
 @dataclass(frozen=True)
 class Half:
-    """Store the tensor in a 2-byte `dtype`. Tensors with at most two bytes per value are stored unchanged."""
+    """Packer that stores the tensor in a 2-byte `dtype`. Values of at most two bytes are stored unchanged."""
 
     dtype: torch.dtype
 
@@ -269,14 +270,14 @@ class Half:
 
 @dataclass(frozen=True)
 class Sparse:
-    """Store the values with the largest magnitudes of each sample, and a bitmap of their positions (Back Razor).
+    """Packer that stores the values with the largest magnitudes, and a bitmap of their positions (Back Razor).
 
-    Of n values, `values_kept(n, sparsity)` values are stored.
+    Of the n values of each sample, `values_kept(n, sparsity)` values are stored.
 
     Args:
-        sparsity: Fraction of the values that are dropped.
-        dtype: Dtype of 2 bytes for the stored values. Values of at most two bytes are stored unchanged. Default: the
-            dtype of the input.
+        sparsity: Fraction of the values that is dropped.
+        dtype: 2-byte dtype of the stored values. Values of at most two bytes are stored unchanged. Default: the dtype
+            of the input.
         eight_bits: If True, store the values in 8 bits with one running range per tensor (Back Razor with Mesa), and
             ignore `dtype`.
         exact: See `sparse_pack`.
@@ -289,7 +290,7 @@ class Sparse:
 
     @property
     def named(self) -> bool:
-        """True if the packer keeps running ranges by name."""
+        """Return True if the packer keeps running ranges for each tensor name."""
         return self.eight_bits
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
@@ -308,9 +309,9 @@ class Sparse:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Store the tensor with 8 bits per value (Mesa).
+    """Packer that stores the tensor with 8 bits per value (Mesa).
 
-    If the context has heads, each head has a separate running range. Otherwise, the tensor has one running range.
+    If `PackContext.heads` is given, each head has a separate running range. Otherwise, the tensor has one range.
     """
 
     named: ClassVar[bool] = True
@@ -324,13 +325,13 @@ class EightBits:
 
 @dataclass(frozen=True)
 class GroupBits:
-    """Store the tensor in few bits per value, with a minimum and a step per group of values (ActNN, GACT).
+    """Packer that stores few bits per value, and a minimum and a step for each group of values (ActNN, GACT).
 
     Args:
         bits: Number of bits per value, 8, 4, 3 or 2.
-        group: Number of values that share a minimum and a step. The values are consecutive in memory. Must be a
-            multiple of 8.
-        stochastic: If True, round stochastically with expected value x instead of to nearest.
+        group: Number of consecutive values in memory that share a minimum and a step. The number must be a multiple of
+            8.
+        stochastic: If True, use unbiased stochastic rounding instead of rounding to nearest.
     """
 
     bits: int
@@ -345,7 +346,7 @@ class GroupBits:
         return Packed((codes, ranges), partial(_groups_back, x.shape, x.dtype, self.bits))
 
 
-# Functions for `Packed.unpack`. They are defined at module level, so that they do not reference tensors.
+# The functions for `Packed.unpack` are defined at module level, so that they do not reference tensors.
 def _identity(x: Tensor) -> Tensor:
     return x
 

@@ -1,4 +1,4 @@
-"""The sparse format. It stores the values with the largest magnitudes of each sample, and a bitmap of their positions.
+"""Sparse format, which stores the values with the largest magnitudes of each sample, and a bitmap of their positions.
 
 The values are stored in their original order. Source: Back Razor (Jiang et al., NeurIPS 2022), Section 3. The number of
 stored values depends only on the shape. The size of a packed tensor is therefore known in advance, and never exceeds
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.storage.kernels import kernels_for
 
-#: Number of values in the subsample of a row from which a threshold is estimated.
+#: Number of values in the subsample of a row, from which the threshold of the row is estimated.
 SUBSAMPLE = 4096
 #: Number of standard deviations by which the rank of a sampled threshold is raised, so that few rows exceed the budget.
 _CAUTION = 1.0
@@ -24,13 +24,13 @@ _CAUTION = 1.0
 def values_kept(n: int, sparsity: float) -> int:
     """Return how many of n values are stored.
 
-    All values except the k − 1 smallest magnitudes are stored, where k = clip(⌊n·sparsity⌋, 1, n).
+    All values except the k − 1 values with the smallest magnitudes are stored, where k = clip(⌊n·sparsity⌋, 1, n).
     """
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
 def bitmap_bytes(n: int) -> int:
-    """Return the size in bytes of a bitmap of n bits."""
+    """Return the number of bytes of a bitmap with n bits."""
     return -(-n // 8)
 
 
@@ -46,7 +46,7 @@ def magnitude_bits(x: Tensor) -> Tensor:
 def uses_sampling(kept: int, n: int) -> bool:
     """Return True if the threshold can be estimated from a subsample.
 
-    This requires that the row is longer than the subsample, and that values are dropped.
+    The row must be longer than the subsample, and at least one value must be dropped.
     """
     return n > SUBSAMPLE and kept < n
 
@@ -55,16 +55,16 @@ def subsample_stride(n: int) -> int:
     """Return the distance between consecutive sampled values in a row with n values.
 
     The subsample wraps around at the end of the row. The distance is close to the golden section of n, which spreads
-    the values evenly. It is coprime to n, so that the values cover all channels.
+    the values evenly. The distance is coprime to n, so that the sampled values cover all channels.
     """
     golden = max(round(n * (math.sqrt(5) - 1) / 2), 1)
     return next(step for d in range(n) for step in (golden + d, golden - d) if math.gcd(step, n) == 1)
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank of the estimated threshold of n values in a subsample of m magnitudes.
+    """Return the rank in a subsample of m magnitudes that estimates the threshold of a row with n values.
 
-    Ranks begin at 0 and are in ascending order of magnitude.
+    Ranks start at 0 and are in ascending order of magnitude.
     """
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
@@ -79,11 +79,11 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
         kept: Number of selected values per row, K, from 1 to n.
         exact: If True, the threshold is the (n − K + 1)-th smallest magnitude. Of the values whose magnitude equals the
             threshold, the first values are kept, so that exactly K values are kept. If False, the threshold is
-            estimated from a strided subsample of each row (if `uses_sampling` is True), and the rest of a row is
-            dropped after K values.
+            estimated from a strided subsample of each row (if `uses_sampling` returns True), and only the first K
+            values that reach the threshold are kept.
 
     Returns:
-        values: Kept values, (S, K) in the dtype of x. If a row has fewer kept values, it is padded with zeros.
+        values: Kept values, (S, K) in the dtype of x. Rows with fewer kept values are padded with zeros.
         bitmap: Positions of the kept values, (S, ⌈n/8⌉) uint8. Element i of a row is bit i mod 8 of byte i // 8.
     """
     if isinstance(x, FakeTensor):
@@ -98,7 +98,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 def as_pieces(x: Tensor) -> Tensor:
     """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L).
 
-    For example, such a view exists for q inside a fused qkv tensor. Without such a view, x is copied.
+    For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied.
     """
     shape, strides = [1], [0]
     for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True):
@@ -118,7 +118,7 @@ def as_pieces(x: Tensor) -> Tensor:
 
 
 def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
-    """Reference implementation of `sparse_pack` in plain PyTorch."""
+    """Compute `sparse_pack` in plain PyTorch (reference implementation)."""
     x = x.flatten(1)
     (rows, n), bits = x.shape, magnitude_bits(x)
     if exact or not uses_sampling(kept, n):
@@ -155,7 +155,7 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype | N
 
 
 def sparse_unpack_reference(values: Tensor, bitmap: Tensor, n: int) -> Tensor:
-    """Reference implementation of `sparse_unpack` in plain PyTorch."""
+    """Compute `sparse_unpack` in plain PyTorch (reference implementation)."""
     keep = _bits_to_rows(bitmap, n)
     position = (keep.cumsum(1) - 1).clamp_(0)
     return torch.where(keep, values.gather(1, position), 0)
@@ -172,12 +172,12 @@ def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
 
 
 def _rows_to_bits(mask: Tensor) -> Tensor:
-    """Pack boolean rows (S, n) into (S, ⌈n/8⌉) uint8."""
+    """Pack boolean rows (S, n) into a uint8 tensor (S, ⌈n/8⌉)."""
     eight = torch.nn.functional.pad(mask, (0, -mask.shape[1] % 8)).unflatten(1, (-1, 8)).to(torch.uint8)
     return (eight << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(2, dtype=torch.uint8)
 
 
 def _bits_to_rows(bits: Tensor, n: int) -> Tensor:
-    """Unpack (S, ⌈n/8⌉) uint8 into boolean rows (S, n)."""
+    """Unpack a uint8 tensor (S, ⌈n/8⌉) into boolean rows (S, n)."""
     eight = bits.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (eight & 1).flatten(1)[:, :n].bool()

@@ -1,6 +1,6 @@
 """Kernels of the storage formats. The module `cpu` uses numba, and the module `gpu` uses Triton.
 
-Both libraries are optional. Without them, the reference implementations are used.
+numba and Triton are optional. If the library for a device is not installed, the reference implementations are used.
 """
 
 from __future__ import annotations

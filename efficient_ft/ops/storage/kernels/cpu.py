@@ -31,7 +31,7 @@ _groups = partial(optional_module, "efficient_ft.ops.storage.kernels.numba_group
 
 
 def supports(x: Tensor) -> bool:
-    """Return True if the kernels support this tensor."""
+    """Return True if the kernels support `x`."""
     return x.device.type == "cpu" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
@@ -45,10 +45,10 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
     """Compute `ops.storage.sparse_pack`.
 
     Args:
-        x: Rows of M pieces, (S, M, L). The last dimension is contiguous.
+        x: Rows, each of which consists of M pieces, (S, M, L). The last dimension must be contiguous.
         kept: Number of values kept per row, K.
-        rank: Rank of the threshold in a subsample, from 0 in ascending order. If None, the threshold is exact.
-        subsample: Number of values of a row in the subsample.
+        rank: Rank of the threshold in a subsample (ascending, starting at 0). If None, the threshold is exact.
+        subsample: Number of values in the subsample of a row.
         hop: Distance between consecutive values of the subsample. The subsample wraps around at the end of the row.
     """
     rows, n = x.shape[0], x[0].numel()
@@ -103,8 +103,8 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """Compute `ops.storage.group_pack` for groups of `length` values.
 
-    x (M, L) consists of M pieces. Its last dimension is contiguous, and L is a multiple of `length` unless M is 1.
-    `seed` is () int64. If `seed` is None, values are rounded to nearest.
+    x (M, L) consists of M pieces. The last dimension of x must be contiguous, and L must be a multiple of `length`
+    unless M is 1. `seed` is an int64 scalar tensor. If `seed` is None, values are rounded to nearest.
     """
     x, n = x.float(), x.numel()
     groups = -(-n // length)
@@ -135,8 +135,8 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
     Return two lists. The first list contains the numbers of blocks, rows per block, rows, groups, elements per group,
-    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. These
-    tensors have one value per group, or one value per element of a row if groups are short.
+    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. Each
+    tensor has one value per group, or one value per element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
@@ -148,7 +148,7 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
 
 
 def run_in_threads(kernel: Any, job: list[int]) -> None:
-    """Call a kernel in the threads of torch.
+    """Run a kernel in the threads of torch.
 
     The kernel receives a pointer to an array of integers: a shared counter, followed by the values of `job`.
     """

@@ -29,7 +29,7 @@ _kernels = partial(optional_module, "efficient_ft.ops.storage.kernels.triton_ker
 
 
 def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make the device of the first argument current, because Triton launches kernels on the current device."""
+    """Decorate a function so that Triton launches kernels on the device of the first argument."""
 
     @functools.wraps(function)
     def on_device(x: Tensor, *arguments: Any) -> Any:
@@ -40,13 +40,13 @@ def _on_its_device(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def supports(x: Tensor) -> bool:
-    """Return True if the kernels support this tensor."""
+    """Return True if the kernels support `x`."""
     return x.device.type == "cuda" and x.element_size() in _INTEGERS and x.numel() > 0 and _kernels() is not None
 
 
 @_on_its_device
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.sparse_pack`. `cpu.sparse_pack` describes the arguments."""
+    """Compute `ops.storage.sparse_pack`. See `cpu.sparse_pack` for the arguments."""
     kernels = _kernels()
     (rows, pieces, length), size, device = x.shape, x.element_size(), x.device
     n, integer = pieces * length, _INTEGERS[size]
@@ -122,7 +122,7 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) ->
 
 @_on_its_device
 def convert(x: Tensor, dtype: torch.dtype, overflow: Tensor | None = None) -> Tensor:
-    """Convert x to `dtype`, and set `overflow` () bool if a finite value becomes infinite."""
+    """Convert x to `dtype`, and set the bool scalar `overflow` if a finite value becomes infinite."""
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype, device=x.device)
     grid = (-(-x.numel() // _BLOCK),)
     watched = overflow is not None
@@ -139,7 +139,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     x, q = x.contiguous(), torch.empty(x.shape, dtype=torch.uint8, device=x.device)
     steps = 255 / (high - low).clamp_min(1e-30)
     grid = (-(-x.numel() // _BLOCK),)
-    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds only once, whereas the reference implementation rounds twice.
     _kernels().quantize[grid](
         x, low, steps, seed.to(x.device), q, x.numel(), *x.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False
     )
@@ -177,13 +177,13 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_on_its_device
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Compute `ops.storage.group_pack`. `cpu.group_pack` describes the arguments."""
+    """Compute `ops.storage.group_pack`. See `cpu.group_pack` for the arguments."""
     n, device = x.numel(), x.device
     groups = -(-n // length)
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8, device=device)
     ranges = torch.empty(2, groups, dtype=torch.float16, device=device)
     grid, layout = _group_layout(groups, length, bits)
-    # Fused multiply-add is disabled, because it rounds once and the reference implementation rounds twice.
+    # Fused multiply-add is disabled, because it rounds only once, whereas the reference implementation rounds twice.
     _kernels().group_pack[grid](
         x, None if seed is None else seed.to(device), codes, ranges, groups, length, length // layout["PARTS"], n,
         *x.shape, x.stride(0), RANDOM=seed is not None, enable_fp_fusion=False, **layout,
@@ -205,7 +205,7 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
 
 
 def _group_layout(groups: int, length: int, bits: int) -> tuple[tuple[int], dict[str, int]]:
-    """Return the grid of programs and the constants of the group kernels."""
+    """Return the program grid and the constants with which a group kernel is launched."""
     parts = 8 // bits if bits != 3 else 8
     width = _power(length // parts)
     at_once = max(1, _TILE // (width * parts))

@@ -1,8 +1,8 @@
 """Numba kernels of the group format. `numba_kernels` describes the structure of a job.
 
-A function is compiled for each number of bits and each common group length. The length is then a constant, so that all
-loops are vectorized. No function is cached on disk, because numba cannot reload functions that close over compiled
-functions.
+A function is compiled for each number of bits and each common group length. The group length is then a constant, so
+that all loops are vectorized. No function is cached on disk, because numba cannot reload functions that close over
+compiled functions.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -44,12 +44,12 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 @_jit
 def _to_half(value):
-    """Round a float32 that is not NaN to fp16 (to nearest, ties to even), and return its bits as an int32."""
+    """Round a float32 that is not NaN to fp16 (to nearest, ties to even), and return the fp16 bits as an int32."""
     bits = _bits_of(float32(value))
     sign, bits = (bits >> int32(16)) & int32(0x8000), bits & int32(0x7FFFFFFF)
     if bits >= int32(0x47800000):  # at least 2¹⁶
         return sign | int32(0x7C00)
-    if bits < int32(0x38800000):  # subnormal; the sum has steps of 2⁻²⁴
+    if bits < int32(0x38800000):  # for subnormal numbers, the sum rounds to multiples of 2⁻²⁴
         return sign | (_bits_of(_float_of(bits) + float32(0.5)) - int32(0x3F000000))
     odd = (bits >> int32(13)) & int32(1)
     return sign | ((bits - int32(0x38000000) + int32(0xFFF) + odd) >> int32(13))
@@ -67,7 +67,7 @@ def _from_half(bits):
 
 @_jit
 def _extremes(bits, start, count):
-    """Return the minimum and the maximum of values as the integers of `_ordered`.
+    """Return the minimum and the maximum of values as ordered integers (see `_ordered`).
 
     `bits` contains the float32 bits of the values.
     """
@@ -82,8 +82,8 @@ def _extremes(bits, start, count):
 def _range(low, high, levels, outward):
     """Return the fp16 bits of the minimum and of the step of a group. The step -1 means that all codes are 0.
 
-    `low` and `high` are the extremes of the group, as `_extremes` returns them. With `outward`, the minimum is rounded
-    down and the step is rounded up.
+    `low` and `high` are the extremes of the group, as `_extremes` returns them. If `outward` is True, the minimum is
+    rounded down and the step is rounded up.
     """
     if high >= int32(0x7F800000) or low <= int32(-0x7F800001):  # a non-finite value
         return int32(0x7E00), int32(-1)
@@ -123,7 +123,7 @@ def _length(group: int) -> int:
 
 @functools.cache
 def _planes(bits: int, constant: int) -> Any:
-    """Return a function that packs the codes of a group into planes, and a function that unpacks planes into values."""
+    """Return a function that packs the codes of a group into bytes, and a function that unpacks bytes into values."""
 
     @_jit
     def pack(codes, length, out, at):

@@ -1,12 +1,12 @@
 """Numba kernels of the storage formats. Importing this module requires numba.
 
 Each job is a C function with one argument: a pointer to an array of 64-bit integers, which contains sizes and data
-addresses. A job takes rows from the shared counter ``job[0]`` until none remain. Any number of threads can therefore
-run a job at the same time. A job is compiled when it is first used, which takes seconds, and is cached on disk.
+addresses. A job takes rows from the shared counter ``job[0]`` until no rows remain. Any number of threads can therefore
+run a job at the same time. A job is compiled at its first use, which takes seconds, and is then cached on disk.
 
-Only jobs are cached, and each variant of a job has a unique name (`as_job`). Within a process, numba distinguishes
+Only jobs are cached, and each variant of a job has a unique name (see `as_job`). Within a process, numba distinguishes
 variants of functions that share a name. However, code cached by different processes may use the same symbols for these
-variants. A call would then reach the wrong variant and return wrong results without an error.
+variants. A call could then reach the wrong variant and return wrong results without an error.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -26,8 +26,8 @@ from numba.extending import intrinsic
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
-_CHUNK = 2048  # number of elements whose flags fit in the L1 cache, a multiple of 8
-_GATHER = np.uint64(0x0102040810204080)  # factor that collects eight bytes of 0 or 1 as bits of the highest byte
+_CHUNK = 2048  # number of elements per chunk, a multiple of 8; the flags of a chunk fit in the L1 cache
+_GATHER = np.uint64(0x0102040810204080)  # factor that moves the lowest bits of eight bytes into the highest byte
 
 
 @intrinsic
@@ -53,12 +53,12 @@ def _address(typing: Any, integer: Any) -> Any:
 
 
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that compiles a function of one pointer to a C function.
+    """Return a decorator that compiles a function with one pointer argument to a C function.
 
     The name of the C function includes the variant and the processor.
 
     Args:
-        variant: Values that the function depends on, except constants of its module.
+        variant: Values on which the function depends, except constants of its module.
         options: Options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
     """
 
@@ -81,9 +81,9 @@ def _flags(row, largest, threshold, flags):
 def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
     """Keep the values whose magnitude is at least `threshold`, until `values` is full.
 
-    The last `extra` values whose magnitude equals `threshold` are dropped. `out` has space for the full row. Every
-    element is written to `out`, but the position advances only after an element that is kept. The function has many
-    parameters, because a compiled function receives every array and number separately.
+    The last `extra` values whose magnitude equals `threshold` are dropped. `out` must have space for the full row.
+    Every element is written to `out`, but the position advances only after an element that is kept. The function has
+    many parameters, because a compiled function receives every array and number separately.
     """
     kept = len(values)
     start, step, pieces, length = where
@@ -141,7 +141,7 @@ def _subsample(x, where, hop, largest, sample):
 
 @_jit
 def _in_rank(sample, rank, largest):
-    """Return the value at `rank` (from 0, in ascending order) in a sample of integers from 0 to `largest`.
+    """Return the value at `rank` (from 0, in ascending order) of a sample that contains integers from 0 to `largest`.
 
     The value is found by bisection, because counting loops are vectorized.
     """
@@ -167,7 +167,7 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     """
     start, step, pieces, length = where
     n, m = pieces * length, len(sample)
-    k = n - kept  # rank of the threshold, from 0 in ascending order
+    k = n - kept  # rank of the threshold, starting at 0 and in ascending order
     low, high = largest - largest, largest
     if n > m:
         _subsample(x, where, hop, largest, sample)
@@ -181,7 +181,7 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     below, j = 0, uint64(0)
     for piece in range(pieces):
         row = x[start + piece * step : start + piece * step + length]
-        for i in range(len(row)):  # loops over indices are vectorized; loops over values are not
+        for i in range(len(row)):  # numba vectorizes loops over indices, but not loops over values
             below += (row[i] & largest) < low
         for i in range(len(row)):
             a = row[i] & largest
@@ -201,8 +201,9 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-# A quantized tensor consists of rows of groups. If groups are short, one loop processes all groups of a row and reads a
-# range for each element. If groups are long, a separate loop processes each group with its range in registers.
+# Each row of a quantized tensor consists of groups. If groups are short, one loop processes all groups of a row and
+# reads a range for each element. If groups are long, a separate loop processes each group and keeps its range in
+# registers.
 @_jit
 def _noise(i, base):
     h = uint32(base + uint32(i))
@@ -215,7 +216,7 @@ def _noise(i, base):
 @_jit
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
-        # The clamped values are not negative, so that truncation rounds them down.
+        # The clamped values are not negative, so truncation rounds down.
         q[i] = uint8(int32(min(max((x[i] - low[i]) * step[i] + _noise(i, base), float32(0)), float32(255))))
 
 
@@ -239,9 +240,9 @@ def _dequantize_long(q, low, step, x):
 
 @_jit
 def _ordered(bits):
-    """Map the bits of a float to an integer, and back. The integers have the same order as the floats.
+    """Map the bits of a float to an integer, or vice versa. The integers have the same order as the floats.
 
-    Integers are compared instead of floats, because these comparisons are vectorized.
+    Integers are compared instead of floats, because integer comparisons are vectorized.
     """
     return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
 
@@ -381,7 +382,7 @@ def dequantize() -> Any:
 def extremes() -> Any:
     """Compile the job that computes the minimum and maximum of each block of rows.
 
-    They are computed for each group, or for each element of a row if groups are short.
+    Both are computed separately for each group, or for each element of a row if groups are short.
     """
 
     @as_job(cache=True)

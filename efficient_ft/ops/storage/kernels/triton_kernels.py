@@ -1,9 +1,9 @@
 """Triton kernels of the storage formats. Importing this module requires Triton.
 
-The kernels of the sparse format compare magnitudes, which are called `bits`: the bits of a float without its sign, read
-as a 32-bit integer. A row consists of pieces of `length` elements, and `step` is the distance between pieces. The row
-length `n` and the distance `stride` between rows are in units of `UNIT` elements, so that the compiler knows their
-alignment. The first dimension of auxiliary tensors is the row.
+The kernels of the sparse format compare magnitudes. A magnitude (`bits`) consists of the bits of a float without the
+sign, interpreted as a 32-bit integer. A row consists of pieces of `length` elements, and `step` is the distance between
+pieces. The row length `n` and the distance `stride` between rows are in units of `UNIT` elements, so that the compiler
+knows the alignment. The first dimension of each auxiliary tensor is the row index.
 
 Kernels have many parameters, because a kernel receives every pointer, size and constant separately.
 """
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
-    """Load the elements of a row at the indices `at`. After the end of the row, load 0."""
+    """Load the elements of a row at the indices `at`. For indices after the end of the row, load 0."""
     memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
     return tl.load(row + memory, mask=at < n, other=0)
 
@@ -25,14 +25,14 @@ def _load(row, at, n, step, length, PIECES: tl.constexpr):
 def _load_bits(row, at, n, step, length, PIECES: tl.constexpr, LARGEST: tl.constexpr):
     """Load the magnitudes of the elements of a row at the indices `at`.
 
-    After the end of the row, load −1, which is less than all magnitudes.
+    For indices after the end of the row, load −1, which is less than all magnitudes.
     """
     return tl.where(at < n, _load(row, at, n, step, length, PIECES).to(tl.int32) & LARGEST, -1)
 
 
 @triton.jit
 def _bisect(low, high, sample, rank):
-    """Return the half of the range from `low` to `high` that contains the value at `rank` (from 0) of a sample."""
+    """Return the half of the range from `low` to `high` that contains the sample value at `rank` (from 0)."""
     middle = low + (high - low) // 2
     above = (tl.sum((sample <= middle).to(tl.int32)) <= rank) & (low < high)
     return tl.where(above, middle + 1, low), tl.where(above, high, middle)
@@ -45,9 +45,10 @@ def bracket(
 ):  # fmt: skip
     """Write the values at the ranks `first` and `last` of a subsample to `state` (row, 2).
 
-    The subsample consists of M values at a distance of `hop`. If a row has fewer than M elements, its subsample is
-    padded with −1. For a rank outside of the subsample, 0 or `LARGEST` is written. The values have `BITS` exact bits.
-    The first value is rounded down, and the last value is rounded up. `EQUAL` is True if `first` and `last` are equal.
+    The subsample consists of M values that are `hop` elements apart. If a row has fewer than M elements, the subsample
+    is padded with −1. For a rank outside the subsample, 0 or `LARGEST` is written. Only the `BITS` highest bits are
+    computed. The value at `first` is rounded down, and the value at `last` is rounded up. `EQUAL` means that both ranks
+    are equal.
     """
     n, stride = n * UNIT, stride * UNIT
     row = tl.program_id(0).to(tl.int64)
@@ -70,11 +71,11 @@ def gather(
     x, state, number, found, offset, candidates, n, stride, step, length, room,
     TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Write the magnitudes in the range of `state` to `candidates` (row, room), at most `room` per row.
+    """Write at most `room` magnitudes per row that are in the range given by `state` to `candidates` (row, room).
 
-    `number` (row,) counts the candidates and must be 0 before the call. For each tile, the kernel writes the number of
-    magnitudes above the range and the number of candidates to `found` (row, tile, 2), and the index of the first
-    candidate to `offset` (row, tile).
+    `number` (row,) counts the candidates and must be 0 before the call. For each tile, the kernel writes two counts to
+    `found` (row, tile, 2): the number of magnitudes above the range, and the number of candidates. The index of the
+    first candidate of each tile is written to `offset` (row, tile).
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -133,7 +134,7 @@ def count(
     x, state, threshold, number, found, offset, candidates, n, stride, step, length, room,
     GATHERED: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr, PIECES: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Count the magnitudes of each tile that are above `threshold` (row,) or equal to it.
+    """Count how many magnitudes of each tile are above `threshold` (row,), and how many equal `threshold`.
 
     Both counts are written to `found` (row, tile, 2).
     """
@@ -167,7 +168,7 @@ def write(
     """Write the kept values and the bitmap. All values whose magnitude is above the threshold are kept.
 
     If the threshold is exact, the first values whose magnitude equals the threshold are also kept, so that `kept`
-    values are kept in total. If the threshold is sampled, the rest of a row is dropped after `kept` values.
+    values are kept in total. If the threshold is sampled, only the first `kept` of these values are kept in each row.
     """
     n, stride = n * UNIT, stride * UNIT
     row, tile, tiles = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
@@ -197,7 +198,7 @@ def write(
 
 @triton.jit
 def _load_flags(bitmap, row, tile, n, TILE: tl.constexpr):
-    """Load the bits of a tile of the bitmap as (TILE / 8, 8)."""
+    """Load one tile of the bitmap as a tensor of bits (TILE / 8, 8)."""
     byte = tile * (TILE // 8) + tl.arange(0, TILE // 8)
     bytes_ = tl.load(bitmap + row * tl.cdiv(n, 8) + byte, mask=byte < tl.cdiv(n, 8), other=0).to(tl.int32)
     return (bytes_[:, None] >> tl.arange(0, 8)[None, :]) & 1
@@ -228,7 +229,7 @@ def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.cons
 
 @triton.jit
 def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Convert x to the dtype of y. With `WATCHED`, set `overflow` if a finite magnitude exceeds `LARGEST`."""
+    """Convert x to the dtype of y. If `WATCHED` is True, set `overflow` when a finite value exceeds `LARGEST`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside, other=0)
@@ -252,7 +253,7 @@ def _noise(at, seed):
 
 @triton.jit
 def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
-    """Quantize x to steps above the `low` value of its group.
+    """Quantize x to codes that count steps above the `low` value of each group.
 
     A hash of the position and the seed determines the rounding.
     """
@@ -266,7 +267,7 @@ def quantize(x, low, step, seed, q, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
-    """Write the values of the codes q to x."""
+    """Write the values that the codes q represent to x."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     group = (at // inner) % groups
@@ -276,7 +277,7 @@ def dequantize(q, low, step, x, count, groups, inner, BLOCK: tl.constexpr):
 
 @triton.jit
 def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C: tl.constexpr):
-    """Write the extremes of a group within `share` rows and `width` columns to `low` and `high` (part, cut, group)."""
+    """Write the extremes of `share` rows and `width` columns of a group to `low` and `high` (part, cut, group)."""
     part, group, cut = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     least, most = tl.full((R, C), float("inf"), tl.float32), tl.full((R, C), float("-inf"), tl.float32)
     stop, end = tl.minimum((part + 1) * share, rows), tl.minimum((cut + 1) * width, inner)
@@ -296,7 +297,7 @@ def extremes(x, low, high, rows, groups, inner, share, width, R: tl.constexpr, C
 
 @triton.jit
 def _part(x, group, k, part, length, n, pieces, piece, stride, T: tl.constexpr, W: tl.constexpr):
-    """Load part k of each of T groups. Return the values (T, W), their indices, and a mask of the valid positions."""
+    """Load part k of T groups, and return the values (T, W), their indices, and a mask of the valid positions."""
     j = tl.arange(0, W)[None, :]
     first = group[:, None] * length
     at = first + k * part + j
@@ -312,8 +313,8 @@ def group_pack(
 ):  # fmt: skip
     """Write the codes and ranges of T groups. A group consists of `PARTS` parts of `part` <= W values.
 
-    The values of a part are stored at the same bit position in the bytes of a plane. A part is half of a group with 4
-    bits, a quarter with 2 bits, and an eighth with 3 bits.
+    All codes of a part are stored at the same bit position of different bytes. A part is half of a group with 4 bits, a
+    quarter of a group with 2 bits, and an eighth of a group with 3 bits.
     """
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     low, high = tl.full((T,), float("inf"), tl.float32), tl.full((T,), float("-inf"), tl.float32)
@@ -381,7 +382,7 @@ def group_unpack(
     codes, ranges, x, groups, length, part, n,
     BITS: tl.constexpr, PARTS: tl.constexpr, T: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """Write the values of T groups to x. `group_pack` describes the parts."""
+    """Write the values of T groups to x. See `group_pack` for the layout of a group."""
     group = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
     exists = group < groups
     low = tl.load(ranges + group, mask=exists, other=0).to(tl.float32)[:, None]
