@@ -1,10 +1,11 @@
-"""Generated blocks of the pages: projectors, layers, published tables, methods and conditions."""
+"""Generated blocks of the pages: conditions, projectors, published tables, methods, configuration and promises."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from pathlib import Path
+from typing import Any
 
 from docsgen import cards, records
 from docsgen.markdown import BLOCKS, block, duration, table
@@ -29,18 +30,16 @@ _PROJECTORS = {
 }
 
 
-def projector(state: str, grid: int, method: str, order: int) -> dict:
+def _projector(state: str, grid: int, method: str, order: int) -> dict:
     """Return one result of the comparison of projectors."""
-    return next(
-        r
-        for r in records.load("projectors")["results"]
-        if (r["state"], r["grid"], r["method"], r["order"]) == (state, [grid, grid], method, order)
-    )
+    wanted = (state, [grid, grid], method, order)
+    of = records.load("projectors")["results"]
+    return next(r for r in of if (r["state"], r["grid"], r["method"], r["order"]) == wanted)
 
 
-def error(result: dict, layer: str = "network", what: str = "error") -> float:
-    """Return the relative error of a gradient as the mean over the batches."""
-    return result["batch"][layer][what]["mean"]
+def _mean(result: dict, what: str = "error", layer: str = "network") -> str:
+    """Return the relative error or the cosine of a gradient as the mean over the batches."""
+    return f"{result['batch'][layer][what]['mean']:.3f}"
 
 
 BLOCKS["projectors"] = lambda: _projectors("trained")
@@ -57,13 +56,12 @@ def _projectors(*states: str) -> str:
         for order in (4, 6):
             by_state = []
             for state in states:
-                of = [projector(state, grid, name, order) for name in _PROJECTORS]
-                errors = [error(one) for one in of]
-                texts = [f"{value:.3f}" for value in errors]
+                of = [_projector(state, grid, name, order) for name in _PROJECTORS]
+                best = min(map(_mean, of))
+                texts = [f"**{_mean(r)}**" if _mean(r) == best else _mean(r) for r in of]
                 if len(states) == 1:
-                    texts = [f"{t} ({error(r, what='cosine'):.3f})" for t, r in zip(texts, of, strict=True)]
-                best = min(errors)
-                by_state.append([f"**{t}**" if e == best else t for t, e in zip(texts, errors, strict=True)])
+                    texts = [f"{text} ({_mean(r, 'cosine')})" for text, r in zip(texts, of, strict=True)]
+                by_state.append(texts)
             cost = [f"{of[-1]['backward_mflops']:.0f} ({of[-1]['exact_mflops']:.0f})"] if len(states) == 1 else []
             rows.append([f"{grid}×{grid}, order {order}", *cost, *map(" / ".join, zip(*by_state, strict=True))])
     cost = ["backward MFLOPs (exact)"] if len(states) == 1 else []
@@ -73,8 +71,8 @@ def _projectors(*states: str) -> str:
 @block
 def projectors_layers() -> str:
     """Show the relative error for each kind of layer in the trained network with 7×7 tokens at order 4."""
-    of = [projector("trained", 7, name, 4) for name in _PROJECTORS]
-    rows = [[kind, *(f"{error(one, kind):.3f}" for one in of)] for kind in ("qkv", "proj", "fc1", "fc2")]
+    of = [_projector("trained", 7, name, 4) for name in _PROJECTORS]
+    rows = [[layer, *(_mean(r, layer=layer) for r in of)] for layer in ("qkv", "proj", "fc1", "fc2")]
     return table(["layer", *_PROJECTORS.values()], rows)
 
 
@@ -170,3 +168,62 @@ def header(method: str) -> str:
     of = cards.card(method)
     options = ", ".join(f"`method={option}`" for option in of.options)
     return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{METHODS[method].__name__}`."
+
+
+# ---------------------------------------------------------------------------------------------- configuration
+def comment(file: Path) -> str:
+    """Return the comment at the top of a file, without the package directive."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package"):
+            lines.append(line.lstrip("# ").strip())
+    return " ".join(lines)
+
+
+@block
+def options(group: str) -> str:
+    """Show the options of a configuration group with the comments at the top of their files."""
+    rows = [[f"`{file.stem}`", comment(file)] for file in sorted((cards.CONF / group).glob("*.yaml"))]
+    return table([group, "description"], rows, left=2)
+
+
+@block
+def recipes() -> str:
+    """Show the recipes by paper and network. Data sets with the same settings share a row."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for file in sorted((cards.CONF / "recipe").glob("*/*.yaml")):
+        about = comment(file)
+        # The text begins after the name of the data set, and ends before the sentences about splits.
+        about = about[about.index(" with " if " with " in about else " as ") + 1 :]
+        found.setdefault((file.parent.name, about.split(" All training images are used")[0]), []).append(file.stem)
+    rows = [[f"`{folder}`", ", ".join(f"`{name}`" for name in data), text] for (folder, text), data in found.items()]
+    return table(["folder", "data sets", "settings"], rows, left=3)
+
+
+# ---------------------------------------------------------------------------------------------- promises
+@block
+def promises() -> str:
+    """Show each promise, its trials, and the last results of the trials in both forms."""
+    from tests.promises.promises import PROMISES
+
+    last = {form: records.load(f"selftest_{form}")["promises"] for form in ("short", "long")}
+    parts = []
+    for promise in PROMISES:
+        parts.append(f"## {promise.number}. {promise.title}\n\n{promise.text}\n\nTrials: {promise.tried}")
+        if promise.not_covered:
+            parts.append(f"Not covered: {promise.not_covered}")
+        lines = [_result(form, held.get(str(promise.number))) for form, held in last.items()]
+        parts.append("\n".join(f"- {line}" for line in lines))
+    return "\n\n".join(parts)
+
+
+def _result(form: str, held: dict[str, Any] | None) -> str:
+    """Return one line about the last run of a form."""
+    if held is None:
+        return f"The {form} form has not been run yet."
+    here, passed = held["environment"], held["trials"] - len(held["failed"])
+    outcome = f"{passed} of {held['trials']} trials passed. Their total time was {held['seconds']:.0f} s."
+    failed = f" Failed: {'; '.join(one['name'] for one in held['failed'])}." if held["failed"] else ""
+    return f"Last {form} run ({str(here['date'])[:10]}, {here['device']}, torch {here['torch']}): {outcome}{failed}"

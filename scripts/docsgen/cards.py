@@ -13,15 +13,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docsgen import configuration, records
+from docsgen import ROOT, records
 from docsgen.columns import COUNTED, MEASURED, cells, counted_rows, headings
-from docsgen.labels import LABELS
 from docsgen.markdown import block, table
+from docsgen.records import LABELS
 from efficient_ft.core.packages import method_of, option_settings
 from efficient_ft.methods import METHODS
 
-ROOT = Path(__file__).resolve().parents[2]
-CARDS = ROOT / "docs" / "methods"
+CARDS, CONF = ROOT / "docs" / "methods", ROOT / "conf"
 
 ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
@@ -38,10 +37,7 @@ MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens"
 
 @dataclass(frozen=True)
 class Card:
-    """Card of a method.
-
-    It contains the options (first the option with the name of the method), the axes, the title and the summary.
-    """
+    """Card of a method. The first of its options has the name of the method."""
 
     name: str
     options: tuple[str, ...]
@@ -58,7 +54,7 @@ class Card:
 def options_of() -> dict[str, tuple[str, ...]]:
     """Return the options of each method. The first option has the name of the method."""
     found: dict[str, list[str]] = {}
-    for file in sorted((configuration.CONF / "method").glob("*.yaml")):
+    for file in sorted((CONF / "method").glob("*.yaml")):
         name = method_of(file)
         assert name is not None, file
         found.setdefault(name, []).append(file.stem)
@@ -75,11 +71,9 @@ def all_cards() -> list[Card]:
 def card(name: str) -> Card:
     """Return the card of a method."""
     file = CARDS / f"{name}.md"
-    if not file.is_file():
-        raise ValueError(f"docs/methods/{name}.md is missing: every method of conf/method has a card")
+    assert file.is_file(), f"docs/methods/{name}.md is missing: every method of conf/method has a card"
     first = re.match(r"# ([^\n]+)\n\n(.+?)\n\n", file.read_text(encoding="utf-8"), re.DOTALL)
-    if first is None:
-        raise ValueError(f"docs/methods/{name}.md must begin with a title and a paragraph that describes the method")
+    assert first is not None, f"docs/methods/{name}.md must begin with a title and a paragraph on the method"
     axes = ", ".join((METHODS[name].axis, *METHODS[name].other_axes))
     return Card(name, options_of()[name], axes, first[1], " ".join(first[2].split()))
 
@@ -110,7 +104,7 @@ def link(of: Card, page: Path) -> str:
 def settings(name: str) -> str:
     """Show the settings of a method with their types, defaults for each option, and meanings."""
     options = options_of()[name]
-    values = {option: option_settings(configuration.CONF / "method" / f"{option}.yaml") for option in options}
+    values = {option: option_settings(CONF / "method" / f"{option}.yaml") for option in options}
     keys = list(dict.fromkeys(key for given in values.values() for key in given))
     if not keys:
         return "None."
@@ -208,13 +202,9 @@ def _of(name: str, recipes: dict[str, Any]) -> list[str]:
 def _counted(name: str) -> list[list[str]]:
     rows = []
     for model, of in records.load("counted")["models"].items():
-        own = _of(name, of["recipes"])
-        if name == "full":
-            own = [one for one in own if one == "full"]
-        elif own and own != ["full"]:
-            own = ["full", *(one for one in own if one != "full")]
-        network = f"{LABELS['networks'][model]}, batch {of['batch']}"
-        rows += [[network, *row] for row in counted_rows(model, own)]
+        own = [one for one in _of(name, of["recipes"]) if one != "full"] if name != "full" else []
+        recipes = ["full", *own] if own or (name == "full" and "full" in of["recipes"]) else []
+        rows += [[f"{LABELS['networks'][model]}, batch {of['batch']}", *row] for row in counted_rows(model, recipes)]
     return rows
 
 

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from docsgen import records
-from docsgen.labels import LABELS, command
 from docsgen.markdown import BLOCKS, block, cosine, duration, table, times
-from docsgen.records import MIB, recipe, saved, seconds
+from docsgen.records import LABELS, MIB, command, recipe, saved, seconds
 
 
 def _executed(file: str, name: str, *what: str) -> float:
@@ -77,13 +76,10 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
     "memory": ("memory", "saved peak step time cosine cosine-trained", ("memory",)),
     "memory-process": ("memory_process", "saved counted growth growth-ratio time cosine-trained", ("memory_process",)),
+    "memory-gpu": ("memory_gpu", "step time peak", ()),
     "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
     "gradient": ("gradient", "saved error cosine-mean cosine-range", ()),
-    "low-rank-step": (
-        "low_rank",
-        "backward-mflop backward-step backward-exact step step-exact saved-batch",
-        (),
-    ),
+    "low-rank-step": ("low_rank", "backward-mflop backward-step backward-exact step step-exact saved-batch", ()),
 }
 
 
@@ -107,12 +103,6 @@ def chosen(file: str, columns: str, *names: str) -> str:
 
 
 @block
-def gradients() -> str:
-    """Show the gradient error and cosine of every recipe measured on the trained network."""
-    return recipes("gradient", "gradient")
-
-
-@block
 def counted(model: str) -> str:
     """Show the executed counts of every recipe on one model."""
     return table(["recipe", *headings(COUNTED)], counted_rows(model))
@@ -127,21 +117,3 @@ def counted_rows(model: str, names: Sequence[str] | None = None) -> list[list[st
     of = records.load("counted")["models"][model]["recipes"]
     chosen = of if names is None else names
     return [[command(of[n]["arguments"]), *cells("counted", f"{model}/{n}", COUNTED)] for n in chosen]
-
-
-@block
-def memory_gpu() -> str:
-    """Show time and memory of ViT-B/16 on a GPU in fp32 and bf16."""
-    columns = "step time peak"
-    rows = [
-        [LABELS["memory_gpu"][name]]
-        + [
-            cell
-            for file in ("memory_gpu", "memory_gpu_bf16")
-            for cell in (cells(file, name, columns) if name in records.load(file)["recipes"] else [""] * 3)
-        ]
-        for name in records.load("memory_gpu")["recipes"]
-    ]
-    return table(
-        ["recipe", *(f"{precision}: {one}" for precision in ("fp32", "bf16") for one in headings(columns))], rows
-    )

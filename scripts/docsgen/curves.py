@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 
 from docsgen import records
-from docsgen.labels import LABELS
 from docsgen.markdown import block, table
+from docsgen.records import LABELS
 
 BASELINE = "full"
 
@@ -16,16 +15,10 @@ BASELINE = "full"
 Curve = list[tuple[float, float]]
 
 
-def recipes(network: str, seeds_of: Sequence[str] = ()) -> dict[str, list[Curve]]:
-    """Return the runs of each recipe.
-
-    If `seeds_of` is given, only runs whose seed occurs in all of these recipes are returned.
-    """
-    of = {name: recipe["runs"] for name, recipe in records.load("accuracy")["networks"][network]["recipes"].items()}
-    seeds = [{run["seed"] for run in of[name]} for name in seeds_of]
-    common = set.intersection(*seeds) if seeds else {run["seed"] for runs in of.values() for run in runs}
-    found = {name: [run["curve"] for run in runs if run["seed"] in common] for name, runs in of.items()}
-    return {name: runs for name, runs in found.items() if runs}
+def recipes(network: str) -> dict[str, list[Curve]]:
+    """Return the curves of each recipe, one for each run."""
+    of = records.load("accuracy")["networks"][network]["recipes"]
+    return {name: [run["curve"] for run in recipe["runs"]] for name, recipe in of.items()}
 
 
 def last(runs: list[Curve]) -> list[float]:
@@ -76,7 +69,6 @@ def time_to_accuracy(network: str) -> str:
 
 
 @block
-def time_to_accuracy_conditions(network: str) -> str:
-    """State the settings and the conditions of the runs."""
-    settings = records.load("accuracy")["networks"][network]["settings"]
-    return f"Settings: `{' '.join(settings)}`. {records.conditions('accuracy', 'Only one run was executed at a time.')}"
+def time_to_accuracy_settings(network: str) -> str:
+    """State the settings of the runs."""
+    return f"Settings: `{' '.join(records.load('accuracy')['networks'][network]['settings'])}`."

@@ -13,10 +13,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, PercentFormatter
 
-from docsgen import curves, graph, records, studies
-from docsgen.labels import LABELS
+from docsgen import ROOT, curves, graph, records, studies
+from docsgen.records import LABELS
 
-FOLDER = Path(__file__).resolve().parents[2] / "docs" / "figures"
+FOLDER = ROOT / "docs" / "figures"
 
 #: Colors in light mode, and the corresponding colors in dark mode. The first color is used for text and baselines, and
 #: the second color for grids.

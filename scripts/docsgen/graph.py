@@ -6,9 +6,10 @@ import ast
 from functools import cache
 from pathlib import Path
 
+from docsgen import ROOT
 from docsgen.markdown import block, table
 
-PACKAGE = Path(__file__).resolve().parents[2] / "efficient_ft"
+PACKAGE = ROOT / "efficient_ft"
 
 
 def doc(file: Path) -> str:

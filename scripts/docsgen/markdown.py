@@ -48,9 +48,3 @@ def cosine(value: float) -> str:
     if value >= 0.99995:
         return "1"
     return f"{value:.4f}" if value >= 0.9985 else f"{value:.3f}"
-
-
-def span(low: float, high: float, digits: int = 0) -> str:
-    """Return a range, 34–46, or one number if both ends are equal."""
-    a, b = f"{low:.{digits}f}", f"{high:.{digits}f}"
-    return a if a == b else f"{a}–{b}"

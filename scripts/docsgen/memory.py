@@ -6,8 +6,8 @@ import statistics
 from typing import Any
 
 from docsgen import records
-from docsgen.labels import LABELS
 from docsgen.markdown import block, table
+from docsgen.records import LABELS
 from efficient_ft.bench.tables import report_text
 
 
@@ -49,24 +49,6 @@ def _states(data: dict[str, Any], columns: list[str]) -> str:
 
 
 @block
-def allocators_conditions() -> str:
-    """State the conditions of the measurement of allocators, and their step times."""
-    recipes = records.load("allocators")["models"]["deit_small"]["recipes"].values()
-    ratios = [
-        f"{statistics.median(min(r[name]['seconds']) / min(r['keep']['seconds']) for r in recipes):.2f}× with `{name}`"
-        for name in ("mimalloc", "tcmalloc")
-    ]
-    conditions = records.conditions(
-        "allocators",
-        "The optimizer is AdamW. Each combination of a recipe and an allocator runs in a separate process.",
-    )
-    return (
-        f"{conditions} The time of the shortest step of DeiT-S, relative to `keep`, is {' and '.join(ratios)} (median"
-        " over the recipes)."
-    )
-
-
-@block
 def plan_predictions() -> str:
     """Show the errors of the predictions of plans, and the number of runs that exceeded their budgets."""
     data = records.load("plans")
@@ -80,19 +62,17 @@ def plan_predictions() -> str:
         cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
         rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
-    environment, twice = data["environment"], [case for case in cases if "first" in case]
-    first = max((abs(case["step"][0] / case["step"][1] - 1) for case in twice), default=0)
-    where = f"an {environment['device']} with {environment['threads']} threads ({environment['date'][:10]})"
+    twice, environment = sum("first" in case for case in cases), data["environment"]
     text = (
-        f"The recommended recipe was trained in {len(trained)} of {len(cases)} cases. In the other cases, no recipe fit"
-        " the budget, or the loss of accuracy of all recipes that fit was above one point or unknown. **The budget was"
-        f" exceeded in {above} of {len(trained) + len(stopped)} runs.** The median time of a plan was"
-        f" {statistics.median(seconds):.0f} s and the maximum {max(seconds):.0f} s, on {where}. {len(twice)} cases were"
-        f" measured twice, because the error of the step time was above 15 % (up to {100 * first:.0f} %) while the"
-        " machine was slower for some minutes. The table uses the second measurement."
+        f"The recommended recipe was trained in {len(trained)} of {len(cases)} cases, and {above} runs exceeded the"
+        f" budget. In the other cases, no recipe fit the budget, or the loss of accuracy of all recipes that fit was"
+        f" above one point or unknown. {twice} cases were measured twice, because the machine was slow for some"
+        f" minutes. The table uses the second measurement. The median time of a plan was"
+        f" {statistics.median(seconds):.0f} s. Measured on {environment['date'][:10]} on an {environment['device']}."
+        f" Record: `{records.path('plans')}`."
     )
     head = ["prediction", "error, median", "error, 90th percentile", "error, largest"]
-    return f"{table(head, rows)}\n\n{text} Record: `{records.path('plans')}`, which contains both measurements."
+    return f"{table(head, rows)}\n\n{text}"
 
 
 @block
@@ -114,8 +94,3 @@ def adapters() -> str:
         "saved MiB, batch statistics",
     ]
     return table([*head, "saved MiB, frozen statistics", "peak MiB, frozen statistics"], rows)
-
-
-# ---------------------------------------------------------------------------------------------- projectors and speed
-_PROJECTORS = ("WHT reflect", "WHT zero", "WHT ortho", "LHE", "DCT")
-_PROJECTOR_HEAD = ["WHT `reflect` (published)", "WHT `zero`", "WHT `ortho`", "LHE (`ortho`)", "DCT"]

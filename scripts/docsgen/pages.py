@@ -10,13 +10,11 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from docsgen import blocks, cards, curves, figure, graph, memory, promises, reference, studies, values
+from docsgen import ROOT, blocks, cards, curves, figure, graph, memory, reference, studies, values
 from docsgen.markdown import BLOCKS
 
-ROOT = Path(__file__).resolve().parents[2]
-
 #: Modules that register their blocks in BLOCKS when they are imported.
-_WITH_BLOCKS = (blocks, cards, curves, graph, memory, promises, reference, studies)
+_WITH_BLOCKS = (blocks, cards, curves, graph, memory, reference, studies)
 
 #: A marker in backticks is shown unchanged.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from docsgen import markdown
-from docsgen.labels import LABELS
+import yaml
+
+from docsgen import ROOT, markdown
 from efficient_ft.record.environment import BUSY_LOAD as BUSY
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
+
+#: Labels of the recipes in the records, for each table.
+LABELS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("labels.yaml").read_text(encoding="utf-8"))
 
 #: Mapping from short names to files.
 FILES = LABELS["files"]
@@ -95,9 +100,9 @@ def faster(file: str, name: str, part: str = "step") -> float:
     return recipe(file, name)["measured"][part]["times_faster"]["median"]
 
 
-def conditions(file: str, how: str = "") -> str:
-    """Return the conditions of a measurement as sentences. `how` is a sentence that replaces the number of rounds."""
-    data = load(file)
+def conditions(file: str) -> str:
+    """Return the conditions of a measurement as sentences."""
+    data, how = load(file), LABELS["how"].get(file)
     environment = data["environment"]
     device, torch = environment["device"], environment["torch"].partition("+")[0]
     on_cpu = "NVIDIA" not in device
@@ -122,3 +127,10 @@ def conditions(file: str, how: str = "") -> str:
 def cosine(file: str, name: str) -> str:
     """Return the cosine between the gradient of all blocks and the exact gradient, as the mean over the batches."""
     return markdown.cosine(recipe(file, name)["cosine"]["blocks"]["mean"])
+
+
+def command(arguments: Sequence[str]) -> str:
+    """Return arguments of a command line in a short form: the methods, and the settings without the method names."""
+    methods, *settings = arguments
+    short = [f"`{re.sub('^method.[a-z_]+.', '', setting)}`" for setting in settings]
+    return ", ".join([f"`{methods.removeprefix('method=')}`", *short])

@@ -5,9 +5,9 @@ On the site, `site_hooks` adds the docstrings.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import os
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -44,18 +44,10 @@ def _members(of: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
-def _found(target: str) -> Any:
-    module, _, name = target.rpartition(".")
-    try:
-        return importlib.import_module(target)
-    except ModuleNotFoundError:
-        return getattr(importlib.import_module(module), name)
-
-
 @block
 def api(target: str, *members: str, page: Path) -> str:
     """Show a module or class: ``api MODULE[.CLASS] [MEMBER...]``. The member ``-`` hides all members."""
-    of = _found(target)
+    of = pkgutil.resolve_name(target)
     own = [] if isinstance(of, ModuleType) else [_row(of.__name__, of, page)]
     if members != ("-",) and not isinstance(of, FunctionType):
         dot = "" if isinstance(of, ModuleType) else "."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
@@ -11,14 +10,11 @@ from typing import Any
 
 import yaml
 
+from docsgen import ROOT
 from docsgen.markdown import block, table
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from efficient_ft.papers.published import published_table  # noqa: E402
-from efficient_ft.record.study import NEAR, Records, shown, test_accuracy  # noqa: E402
-from efficient_ft.report import studies  # noqa: E402
+from efficient_ft.papers.published import published_table
+from efficient_ft.record.study import NEAR, Records, shown, test_accuracy
+from efficient_ft.report import studies
 
 
 @cache

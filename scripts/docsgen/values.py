@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from docsgen import curves, records, studies
-from docsgen.blocks import error, projector
-from docsgen.markdown import duration, span, times
+from docsgen.markdown import duration, times
 from efficient_ft.papers.published import published_table
 
 
@@ -16,41 +15,10 @@ def _signed(*numbers: float, form: str = ".1f") -> list[str]:
     return [format(round(number, digits) + 0.0, form).replace("-", "−") for number in numbers]  # no −0.0
 
 
-def _extra_range(file: str, *recipes: str) -> str:
-    more = sorted(100 * (records.time(file, recipe) - 1) for recipe in recipes)
-    return f"{span(more[0], more[-1])} %"
-
-
-def _changes(method: str, other: str, states: str, grids: str) -> list[float]:
-    """Return the sorted differences in percent between the errors of two projectors, over states, grids and orders."""
-    return sorted(
-        100 * (error(projector(state, int(grid), method, order)) / error(projector(state, int(grid), other, order)) - 1)
-        for state in states.split(",")
-        for grid in grids.split(",")
-        for order in (4, 6)
-    )
-
-
-def _error_below(*arguments: str) -> str:
-    changes = _changes(*arguments)
-    return f"{span(-changes[-1], -changes[0])} %"
-
-
-def _error_change(*arguments: str) -> str:
-    changes = _changes(*arguments)
-    return f"{' to '.join(_signed(changes[0], changes[-1], form='+.0f'))} %"
-
-
 def _overhead(job: str) -> str:
     added = records.load("loop")["jobs"][job]["overhead_percent"]
     median, low, high = _signed(added["median"], added["q1"], added["q3"])
     return f"{median} % [{low} to {high}]"
-
-
-def _load_range() -> str:
-    environments: Iterable[dict] = (records.load(file).get("environment") or {} for file in records.FILES)
-    loads = sorted(one["load"] for one in environments if one.get("load") is not None)
-    return f"{loads[0]:.2f} to {loads[-1]:.2f}"
 
 
 def _rule(table: str, row: str, column: str = "memory", form: str = ".0f") -> str:
@@ -66,8 +34,7 @@ def _printed_loss(table: str, baseline: str, row: str) -> str:
 
 
 def _curve(network: str, recipe: str, other: str) -> tuple[float, float]:
-    of = curves.recipes(network, (recipe, other))
-    one, two = of[recipe], of[other]
+    one, two = (curves.recipes(network)[name] for name in (recipe, other))
     gained = 100 * (statistics.mean(curves.last(one)) - statistics.mean(curves.last(two)))
     return curves.seconds(two) / curves.seconds(one), gained
 
@@ -77,37 +44,24 @@ def _default_job() -> str:
     return f"{statistics.mean(tested):.1f} % [{min(tested):.1f} … {max(tested):.1f}]"
 
 
-def _default_job_runs() -> str:
-    runs = records.load("default_job")["runs"]
-    seeds, threads = (sorted({run[key] for run in runs}) for key in ("seed", "threads"))
-    return f"{len(seeds)} seeds, each with {' and '.join(map(str, threads))} threads"
-
-
 #: Functions that return numbers, with their names in markers. FILE is a short name in `records.FILES`, and RECIPE is a
 #: recipe of this file. Times are relative to the baseline of the file.
 VALUES: dict[str, Callable[..., str]] = {
     # times: FILE RECIPE [PART]
     "time": lambda file, recipe, part="step": times(records.time(file, recipe, part)),
     "extra": lambda file, recipe: f"{100 * (records.time(file, recipe) - 1):.0f} %",
-    "saving": lambda file, recipe: f"{100 * (1 - records.time(file, recipe)):.0f} %",
     "faster": lambda file, recipe, part="step", digits="1": f"{records.faster(file, recipe, part):.{digits}f}",
     "duration": lambda file, recipe, part="step": duration(records.seconds(file, recipe, part)),
-    "extra-range": _extra_range,
     # bytes: FILE RECIPE
     "saved": lambda file, recipe, digits="1": f"{records.saved(file, recipe):.{digits}f}",
     "peak": lambda file, recipe: f"{records.peak(file, recipe):.0f}",
     "above-interpreter": lambda file, recipe: f"{records.above_interpreter(file, recipe):.0f}",
-    "less-saved": lambda file, one, two: f"{100 * (1 - records.saved(file, one) / records.saved(file, two)):.0f} %",
     "adapters-saved": lambda recipe, statistics="frozen": f"{records.adapters_saved(recipe, statistics):.0f}",
     # gradients
     "cosine": records.cosine,
-    "error-below": _error_below,
-    "error-change": _error_change,
     # the framework and the machine
     "overhead": _overhead,
     "bare-step": lambda job: duration(records.load("loop")["jobs"][job]["bare loop"]["median"]),
-    "load-range": _load_range,
-    "busy": lambda: str(records.BUSY),
     # published tables: TABLE ROW [COLUMN]
     "rule": _rule,
     "rule-exact": lambda table, row, column="memory": _rule(table, row, column, ".2f"),
@@ -120,5 +74,4 @@ VALUES: dict[str, Callable[..., str]] = {
     "curve-faster": lambda *recipes: f"{_curve(*recipes)[0]:.1f}",
     "curve-points": lambda *recipes: _signed(_curve(*recipes)[1], form="+.1f")[0],
     "default-job": _default_job,
-    "default-job-runs": _default_job_runs,
 }
