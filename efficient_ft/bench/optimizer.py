@@ -32,7 +32,7 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
     rounds, `rounds` steps of a parameter of shape 768 × 3072 are timed. The result is a JSON-serializable report, which
     `tables.report_text` formats. For each optimizer and case, ``largest`` is the largest step relative to AdamW's
     largest step, ``error`` is the relative error of all steps, and ``size`` is the norm of the last tenth of the steps,
-    relative to AdamW.
+    divided by the norm for AdamW.
     """
     makers = optimizers()
     torch.compiler.set_stance("force_eager")  # torchao's compilation takes minutes and requires a C++ compiler on a CPU
@@ -134,9 +134,7 @@ def _with_state(make: Make, device: torch.device) -> tuple[nn.Parameter, Optimiz
 
 
 def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str, float]:
-    """Return the mean number of bytes per value of the two moments, excluding codebooks (256 values) and the step
-    count.
-    """
+    """Return the mean number of bytes per value of the two moments, without step counts and codebooks (256 values)."""
     sizes = {}
     for name, make in makers.items():
         weight, optimizer = _with_state(make, device)

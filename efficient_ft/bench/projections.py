@@ -30,8 +30,7 @@ METHODS: dict[str, Callable[[int, int], LowRankBackward]] = {
     "DCT": lambda order, _: LBPDCT(order=order),
 }
 
-#: Bases that are computed from the gradients of each layer. These bases show the best result that calibrated methods
-#: could reach.
+#: Bases that are computed from the gradients of each layer. These bases are the best case for calibrated methods.
 HEADROOM = ("DCT by energy", "PCA of g_y", "PCA of x and g_y")
 
 

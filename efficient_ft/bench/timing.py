@@ -15,8 +15,8 @@ Rounds = dict[str, dict[str, list[float]]]
 def alternate(calls: Mapping[str, Callable[[], dict[str, float]]], rounds: int, warmup: int) -> Rounds:
     """Run all functions once per round, so that machine drift affects all functions equally.
 
-    Each function must return a dict from the names of its parts to their times in seconds. `warmup` rounds run before
-    the `rounds` timed rounds.
+    Each function must return a dict from part names to times in seconds. `warmup` rounds run before the `rounds` timed
+    rounds.
     """
     seconds: Rounds = {name: {} for name in calls}
     for number in range(warmup + rounds):

@@ -21,7 +21,7 @@ from efficient_ft.core.errors import TerminatedRun
 from efficient_ft.core.stopping import answer, asked, ending
 
 #: A signal that is repeated within this time in seconds counts as one request. The program ``timeout`` sends a signal
-# both to its child process and to the process group.
+#: both to its child process and to the process group.
 _TOGETHER = 1.0
 _last: float = -_TOGETHER
 

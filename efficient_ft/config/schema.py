@@ -51,7 +51,7 @@ class ModelConfig(Section):
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If the value is null and `pretrained` is true,
-    # the weights are downloaded. For a text classifier, the value may also be a folder.
+    #: the weights are downloaded. For a text classifier, the value may also be a folder.
     weights: Name | None = None
     #: Prefix of parameter names that selects a part of `weights` if several parts match, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
@@ -114,7 +114,7 @@ class MaskConfig(Section):
     #: Ids of pixels without a label, in addition to 255.
     ignored: list[MaskValue] = Field(default_factory=list)
     #: Class name, class id, or ``void`` (no label) for each pixel value. With ``ids``, pixel values are class ids. Null
-    # has the same meaning, but ambiguous masks are rejected.
+    #: has the same meaning, but ambiguous masks are rejected.
     values: Annotated[dict[MaskValue, Name | int], Field(min_length=1)] | Literal["ids"] | None = None
     #: Color of each class in color masks, as [red, green, blue] or "#rrggbb". The name ``void`` means no label.
     colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
@@ -151,10 +151,10 @@ class TextConfig(Section):
     #: Delimiter between cells. If null, the delimiter is determined by the file extension or the columns.
     delimiter: Literal["comma", "semicolon", "tab", "pipe"] | None = None
     #: If true, quotes enclose cells. If false, quotes are plain characters. If null, the value is true for .csv files
-    # and false for .tsv files.
+    #: and false for .tsv files.
     quotes: bool | None = None
     #: Python name of the file encoding, e.g. cp1252 or utf-16-le. If null, the byte order mark determines the encoding.
-    # Without a byte order mark, the encoding is UTF-8.
+    #: Without a byte order mark, the encoding is UTF-8.
     encoding: Name | None = None
     #: Labels that mean "no label", in addition to empty labels and NaN.
     missing: list[str | int | float] = ["null", "NULL", "NA", "N/A"]
@@ -178,7 +178,7 @@ class DataConfig(Section):
     #: Follow links to targets outside of `root` in a user's folder. If false, such links are rejected.
     follow_links: bool = False
     #: One or more folders for each split of a user's data set, relative to `root`. The direct subfolders are the
-    # classes. If null, the splits are recognized by name.
+    #: classes. If null, the splits are recognized by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits. If null, the values are 0 and 65535.
     value_range: tuple[float, float] | None = None
@@ -202,7 +202,7 @@ class DataConfig(Section):
     text: TextConfig | None = None
     download: bool = True
     #: Keep decoded and resized images on disk for later epochs and runs. With ``auto``, images are kept if the disk has
-    # enough space.
+    #: enough space.
     keep_decoded: Literal["off", "auto", "on"] = "auto"
     decoded_folder: Name = "outputs/decoded"
     #: Maximum size of the decoded images on disk, in bytes or with a unit.
@@ -221,7 +221,7 @@ class OptimConfig(Section):
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
     #: Number of warm-up steps, which must be less than the number of optimizer steps. If null, a quarter of the
-    # optimizer steps are warm-up steps, but at most 100.
+    #: optimizer steps are warm-up steps, but at most 100.
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: Learning rate at the start of the warm-up, as a fraction of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
@@ -253,22 +253,22 @@ class TrainerConfig(Section):
     #: Number of nodes, each with `devices` processes.
     num_nodes: Count = 1
     #: With ``auto``, DistributedDataParallel is used for several processes. With ``ddp``, a single process also uses
-    # DistributedDataParallel.
+    #: DistributedDataParallel.
     strategy: Literal["auto", "ddp"] = "auto"
     #: Number of batches per optimizer step.
     grad_accum_steps: Count = 1
     #: Use the channels-last memory format for convolutions. If null, this format is used only on a CPU, where it is
-    # faster.
+    #: faster.
     channels_last: bool | None = None
     progress: bool = True
     deterministic: bool = False
     #: Maximum number of batches in evaluation, or null for all batches.
     limit_eval_batches: Count | None = None
     #: How the frozen prefix is computed: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
-    # folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). See `models.prefix_form`.
+    #: folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). See `models.prefix_form`.
     prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
     #: Store the output of the frozen prefix. With ``auto``, the output is stored only if storing saves time. See
-    # `training.features`.
+    #: `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
     #: Number of augmented views of each image in the stored features. Epoch e uses view e modulo this number.
     views: Count = 4
@@ -294,7 +294,7 @@ class LoggerConfig(Section):
     job_type: Name = "train"
     mode: Literal["online", "offline"] = "online"
     #: Number of optimizer steps between records of the training loss and the learning rate. If null, the interval is 50
-    # steps, or less if the run would otherwise have fewer than 20 records.
+    #: steps, or less if the run would otherwise have fewer than 20 records.
     every_n_steps: Count | None = None
 
 
@@ -328,7 +328,7 @@ class Config(Section):
     #: The data set, or the first data set of `tasks`.
     data: DataConfig
     #: Several data sets by name, each with its own classifier. Optimizer steps alternate between the data sets in this
-    # order.
+    #: order.
     tasks: dict[Name, DataConfig] = Field(default_factory=dict)
     method: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
     optim: OptimConfig

@@ -27,7 +27,7 @@ class SettingError(UserError):
         setting: full name of the setting on the command line, for example ``method.lbp_wht.order``.
         value: invalid value.
         allowed: constraint (``"an integer >= 1"``), or the allowed values.
-        do: sentence that describes a remedy, or None if `allowed` is sufficient advice.
+        do: sentence that describes a remedy, or None if no remedy is needed.
     """
 
     def __init__(self, setting: str, value: object, allowed: str | Iterable[str], do: str | None = None):

@@ -179,8 +179,7 @@ def kept_after_forward(
     `live_bytes` is computed from the results of all operations, and `saved_bytes` from the tensors that the hook sees.
 
     Args:
-        fake: if True, count on fake tensors instead of real tensors. See `executed` for the other arguments and the
-            errors.
+        fake: if True, count on fake tensors instead of real tensors. See `executed` for other arguments and errors.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options))
     with undisturbed():

@@ -134,8 +134,7 @@ def compare(
         baseline_optimizer: function that builds the baseline's optimizer. If None, `build_optimizer` is used.
         room: function that returns the number of bytes by which the process may grow on a CPU. If None, the free memory
             of the machine is used.
-        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn`` and ``grad_clip_norm`` (see
-            `StepSpec`).
+        options: ``precision``, ``label_smoothing``, ``in_chans``, ``frozen_bn``, ``grad_clip_norm`` (see `StepSpec`).
 
     Returns:
         ``{"method": Cost, "baseline": Cost}``, or ``{"method": Cost}`` if `baseline` is None.
@@ -188,8 +187,7 @@ def _lack_of_memory(counted: Executed, held: int, free: int | None, room: Callab
     `held` is the number of bytes that the other recipes occupy, and `free` is the number of bytes that were free before
     the first recipe.
     """
-    # The weights and two moments of a recipe stay allocated while other recipes run. Activations and gradients are
-    # freed.
+    # The weights and moments of a recipe stay allocated while other recipes run. Activations and gradients are freed.
     needed = held + 2 * counted.model_bytes + counted.peak_bytes
     if room is not None:
         step_bytes = counted.step_peak_bytes + (counted.optimizer_bytes or 0)

@@ -67,8 +67,7 @@ class StepMemory:
 
     Args:
         device: device of the steps. On CUDA, the peak statistics of the device are reset in each step.
-        present_bytes: size of the memory that the steps use but that is already allocated, for example a loaded
-            optimizer state.
+        present_bytes: size of memory that the steps use but that is already allocated, for example optimizer state.
     """
 
     def __init__(self, device: torch.device | str = "cpu", present_bytes: int = 0) -> None:

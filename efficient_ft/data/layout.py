@@ -33,7 +33,7 @@ class Folder:
     name: str = ""  # path relative to the data set folder, with forward slashes; empty for this folder itself
     images: int = 0  # number of files with an image extension directly in the folder
     total: int = 0  # number of files with an image extension at any depth
-    folders: dict[str, Folder] = field(default_factory=dict)  # subfolders that are not hidden, by name
+    folders: dict[str, Folder] = field(default_factory=dict)  # visible subfolders, keyed by name
     link: bool = False  # True for a link that is not followed; such a link counts as one image
 
     @property
@@ -58,7 +58,7 @@ class Folder:
 
 
 def same_class(name: str) -> str:
-    """Normalize a class name. Names that differ only in case, spaces or Unicode normalization become equal."""
+    """Normalize a class name, so that names that differ only in case, spaces or Unicode normalization are equal."""
     return unicodedata.normalize("NFC", " ".join(name.split())).casefold()
 
 
@@ -94,7 +94,7 @@ def scan(root: Path, follow_links: bool) -> tuple[Folder, list[tuple[Path, str |
             elif entry.is_symlink() and os.path.isdir(entry.path):
                 links.append(entry)
             elif is_image(entry.name):
-                with contextlib.suppress(OSError):  # a link to itself raises this error
+                with contextlib.suppress(OSError):  # a link that points to itself raises this error
                     folder.images += entry.is_file()
         if depth > 2 or (depth > 0 and folder.images):
             continue  # links in class folders are not followed
@@ -207,9 +207,9 @@ def _recognized(top: Folder) -> Layout:
         if folder.total:
             rest = {one: of[0].name for one, of in places.items()}
             raise UserError(
-                f"{printable(top.path / name)} contains no class folders, but {counted(folder.images, 'image')} without"
-                f" a class. Move these images to {printable(name)}/CLASS/, or exclude the folder:"
-                f" 'data.splits={show(rest)}'."
+                f"The folder {printable(top.path / name)} contains no class folders, but"
+                f" {counted(folder.images, 'image')} without a class. Move these images to {printable(name)}/CLASS/, or"
+                f" exclude the folder with 'data.splits={show(rest)}'."
             )
         places[split] = [folder]  # the empty folder is reported later, when its files are listed
     now: dict[Split, str] = {split: of[0].name for split, of in places.items()}
@@ -221,7 +221,8 @@ def _recognized(top: Folder) -> Layout:
         place = entered.get(name, top.folders[name])
         layout.loose += place.images
         if place.name != name:
-            layout.notes.append(f"{printable(place.name)}/ is used, because {printable(name)}/ contains nothing else.")
+            reason = f"because {printable(name)}/ contains nothing else"
+            layout.notes.append(f"The folder {printable(place.name)}/ is used, {reason}.")
     evaluated = [of[0] for split, of in places.items() if split != "train"]
     _require_clear(top, places["train"][0], now, layout.notes, {}, evaluated)
     return layout
@@ -255,10 +256,11 @@ def _refuse_rivals(top: Folder, train: Folder, now: Mapping[Split, str], others:
                 (f"{name} also contains training data", {**now, "train": [now["train"], other.name]}),
                 (f"{name} is not used", now),
             ]
-            raise ambiguous(top.path, f"{other} contains folders with names of classes: {some(shared)}.", readings)
+            found = f"The folder {other} contains folders with names of classes: {some(shared)}."
+            raise ambiguous(top.path, found, readings)
     flat = [one for one in others if one.images and not _is_unlabeled(one.name)]
     if len(now) == 1 and len(flat) > 1:
-        found = f"{train} contains class folders, but {_listed(flat)} contain images directly."
+        found = f"The folder {train} contains class folders, but {_listed(flat)} contain images directly."
         raise ambiguous(top.path, found, [("train is the training data", now), ("all are classes", {"train": "."})])
 
 
@@ -285,8 +287,8 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: _BySplit) 
         raise UserError(_without_classes(top, list(folders.values())))
     if named and not rest:
         raise UserError(
-            f"{top.path.absolute()} contains {some(sorted(named))}/, but no folder train/ with class folders. Add the"
-            " training images, or set the folder of the training images: 'data.splits={train: FOLDER}'."
+            f"The folder {top.path.absolute()} contains {some(sorted(named))}/, but no folder train/ with class"
+            " folders. Add the training images, or specify their folder with 'data.splits={train: FOLDER}'."
         )
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)
@@ -333,14 +335,14 @@ def _refuse_wrapper(top: Folder) -> None:
     if len(sets) == 1:
         (only,) = sets.values()
         raise UserError(
-            f"{printable(top.path.absolute())} contains no folder train/, but its subfolder {only} contains"
+            f"The folder {printable(top.path.absolute())} contains no folder train/, but its subfolder {only} contains"
             f" {some(list(only.filled))}. Set data.root={printable(top.path / only.name)}."
         )
     keys = {same_class(folder.name): folder for folder in folders}
     if len(keys) == 2 and keys.keys() & _PICTURES and keys.keys() & _MASKS and keys.keys() <= _PICTURES | _MASKS:
         raise UserError(
-            f"{printable(top.path.absolute())} contains {_listed(folders)}. These folders look like images and masks"
-            " instead of classes. For segmentation, use data=mask_folder. If these folders are classes, set"
+            f"The folder {printable(top.path.absolute())} contains {_listed(folders)}. These folders look like images"
+            " and masks instead of classes. For segmentation, use data=mask_folder. If these folders are classes, set"
             " 'data.splits={train: .}'."
         )
 
@@ -354,7 +356,7 @@ def _require_clear(
     """
     classes = list(place.filled.values())
     depths: Counter[int] = Counter()
-    levels: list[dict[str, list[Folder]]] = []  # for each depth below the classes: folders, keyed by normalized name
+    levels: list[dict[str, list[Folder]]] = []  # folders at each depth below the classes, keyed by normalized name
     examples: dict[int, Folder] = {}
     waiting = [(one, 0) for one in reversed(classes)]
     while waiting:

@@ -109,8 +109,8 @@ class Listing(AnyListing):
         """Return a digest (8 hex digits) of the class names, the labels and the images.
 
         For at most 256 images of each split, the digest includes the pixels (for images in memory) or the file size.
-        Paths and modification times have no effect. If a file is replaced with a different file of equal size, the
-        digest does not change.
+        Paths and modification times have no effect on the digest. If a file is replaced with a different file of equal
+        size, the digest does not change.
         """
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(), digest_size=4)
         for name, part in splits_of(self).items():
@@ -141,8 +141,8 @@ _Samples = TypeVar("_Samples", bound=Labeled)
 def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
     """Hold out a fraction of every class, and return the kept and the held-out samples in the order of `samples`.
 
-    At least one sample of each class with two or more samples is held out, and at least one is kept. The choice within
-    a class depends only on the seed and on the samples of this class.
+    If a class has at least two samples, at least one sample is held out and at least one sample is kept. The choice
+    within a class depends only on the seed and on the samples of this class.
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
@@ -164,5 +164,5 @@ def label_bytes(labels: np.ndarray) -> memoryview:
 
 
 def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, and return (train, test). The result is the same in all runs."""
+    """Hold out one fifth of every class for testing, and return (train, test). All runs use the same split."""
     return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)

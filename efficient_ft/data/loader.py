@@ -30,7 +30,7 @@ from efficient_ft.data.transforms import Transform
 
 log = logging.getLogger(__name__)
 
-_FORMAT = 1  # version of the storage format; increase it if the content of a store changes
+_FORMAT = 1  # version of the storage format, which must increase if the content of a store changes
 
 
 class DecodedImages:
@@ -80,7 +80,8 @@ class DecodedImages:
             self._store.write([index], pixels)
         except StoreFullError:
             self._full = True
-            log.warning("The disk of %s is full. Images that are not stored are decoded in every epoch.", self.folder)
+            text = "The disk that contains %s is full. Images that are not stored are decoded in every epoch."
+            log.warning(text, self.folder)
 
 
 _CACHE_BYTES = 64 << 20  # maximum total size of the resized images that are cached in memory
@@ -102,9 +103,9 @@ class LoadFailure:
 class SplitDataset(Dataset[tuple[Tensor, int]]):
     """A dataset of augmented images, float32 (C, H, W), and their labels, indexed by (epoch, index).
 
-    Augmentation depends only on (seed, epoch, index). It does not depend on the number of worker processes, the access
-    order or the state of global random generators. Small images in memory are resized once and cached. Files are
-    decoded whenever they are read, unless `decoded` contains the images.
+    Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
+    global random generators have no effect. Small images in memory are resized once and cached. Files are decoded
+    whenever they are read, unless `decoded` contains the images.
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
@@ -310,10 +311,7 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images that all processes together use in an epoch.
-
-    This number gives all processes the same number of batches, and avoids a last batch of a single image.
-    """
+    """Return the number of images that all processes together use in an epoch."""
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped
         return size if each else 0

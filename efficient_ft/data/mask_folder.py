@@ -71,19 +71,23 @@ def read_mask_folder(
         if len(samples):
             parts[split], origins[split] = samples, ", ".join(shown(pair[0].path, root) for pair in pairs)
     if "train" not in parts:
-        raise UserError(f"{printable(root.absolute())} has no training images with masks. {LAYOUT}")
+        raise UserError(f"The folder {printable(root.absolute())} contains no training images with masks. {LAYOUT}")
     found.leave_out(tree, {area.path for area in tree.areas} - folders)
     notes += files.notes(root) + found.notes
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
     if val is None and test is None:
         total = len(train)
         if total < 2:
-            text = f"{printable(root.absolute())} contains only one image with a mask, so no image can be held out for"
-            raise UserError(f"{text} testing. Add more images with masks.")
+            raise UserError(
+                f"The folder {printable(root.absolute())} contains only one image with a mask, so no image can be held"
+                " out for testing. Add more images with masks."
+            )
         train, test = hold_out(train, 0.2, seed=0)
         origins["test"] = f"held out of {origins['train']}"
-        number = f"{len(test)} of {total} images {verb(len(test), 'is', 'are')}"
-        notes.append(f"{number} held out for testing. The held-out images are the same for every seed.")
+        notes.append(
+            f"{len(test)} of {total} images {verb(len(test), 'is', 'are')} held out for testing. The held-out images"
+            " are the same for every seed."
+        )
     return MaskListing(classes, train, val, test, notes=notes, origins=origins, left_out=dict(found.left_out))
 
 
@@ -124,11 +128,11 @@ class _Pairs:
             if masks is None:
                 name, number = shown(images.path, self._root), counted(images.count, "image")
                 if split == "train":
-                    place = printable(images.path.absolute())
-                    raise UserError(f"{place} contains {number}, but there is no matching folder of masks. {LAYOUT}")
+                    place = f"The folder {printable(images.path.absolute())}"
+                    raise UserError(f"{place} contains {number}, but no matching folder of masks exists. {LAYOUT}")
                 self.left_out[f"images without masks ({name})"] += images.count
                 unused = verb(images.count, "This image is", "These images are")
-                self.notes.append(f"{name} contains {number} without masks. {unused} not used.")
+                self.notes.append(f"The folder {name} contains {number} without masks. {unused} not used.")
                 continue
             part = self._matched(images.path, masks.path)
             found.images.extend(part.images)
@@ -197,7 +201,8 @@ class _Pairs:
                 continue
             key = os.path.relpath(stem, folder).replace(os.sep, "/")
             if key in found:
-                raise UserError(f"{printable(folder)} contains two files for {printable(key)}. Keep one of the files.")
+                text = f"The folder {printable(folder)} contains two files for {printable(key)}. Keep one of the files."
+                raise UserError(text)
             found[key] = path
         return found, other
 
@@ -215,7 +220,7 @@ def _several(masks: Path, found: Matches, mask_files: Mapping[str, str], images:
         if any("gtFine" in suffix for suffix in found.suffixes):
             advice += " You can also use data=cityscapes, which reads the published folders."
     return UserError(
-        f"{printable(masks.absolute())} contains several masks for one image: {one} and {two}."
+        f"The folder {printable(masks.absolute())} contains several masks for one image: {one} and {two}."
         f" There are {counted(len(mask_files), 'mask')} for {counted(images, 'image')}. {advice}"
     )
 
@@ -235,8 +240,8 @@ def _lacking(
     if lossy:
         kind, count = max(lossy.items(), key=lambda item: item[1])
         return UserError(
-            f"{text} {printable(masks)} contains {counted(count, f'{kind} file')}. JPEG and WebP change pixel values"
-            " and cannot store masks. Export the masks from their source as PNG files."
+            f"{text} The folder {printable(masks)} contains {counted(count, f'{kind} file')}. JPEG and WebP change"
+            " pixel values and cannot store masks. Export the masks from their source as PNG files."
         )
     if mask_files and not found.pairs:
         text += (
@@ -251,5 +256,5 @@ def _lacking(
     elif others:
         listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
         allowed = ", ".join(MASK_EXTENSIONS)
-        text += f" {printable(masks)} contains other files ({listed}). Masks must be {allowed} files."
+        text += f" The folder {printable(masks)} contains other files ({listed}). Masks must be {allowed} files."
     return UserError(f"{text} Add the mask, or remove the image.")

@@ -41,9 +41,9 @@ class Area:
 class Tree:
     """The folders of a data set."""
 
-    areas: list[Area] = field(default_factory=list)  # folders with images whose names denote a kind or a split
+    areas: list[Area] = field(default_factory=list)  # folders that contain images and are named after a kind or a split
     plain: dict[str, int] = field(default_factory=dict)  # number of image files in each other folder
-    inside: dict[str, int] = field(default_factory=dict)  # number of images in subfolders of areas of unknown kind
+    inside: dict[str, int] = field(default_factory=dict)  # number of images in subfolders, for areas of unknown kind
     empty: list[Area] = field(default_factory=list)  # areas without image files or subfolders
 
 
@@ -76,7 +76,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
             read = names.get(name)
             kind, sticky = _kind(name, read.kind if read else None, settings)
             kind, sticky = (area.kind if area else None, True) if fixed else (kind, sticky)
-            if read and kind != read.kind and not sticky:  # a setting names a different folder for this kind
+            if read and kind != read.kind and not sticky:  # a setting specifies a different folder for this kind
                 tree.plain[path.relative_to(root).as_posix()] = _images_below(path)
                 continue
             split = splits.get(read.rest) if read else None
@@ -102,7 +102,7 @@ def mask_tree(root: Path, settings: MaskConfig) -> Tree:
 
 
 def _kind(name: str, read: Kind | None, settings: MaskConfig) -> tuple[Kind | None, bool]:
-    """Return the kind of the files in a folder, and whether a setting names the folder."""
+    """Return the kind of the files in a folder, and whether a setting specifies the folder."""
     if name in (settings.folder, settings.image_folder):
         return ("masks" if name == settings.folder else "images"), True
     if (read == "masks" and settings.folder) or (read == "images" and settings.image_folder):
@@ -160,8 +160,8 @@ def recognized_places(root: Path, tree: Tree, settings: MaskConfig) -> Places:
         return {"train": [(_one(root, whole or images, "image_folder"), _one(root, masks, "folder"))]}
     if "train" not in splits:
         raise UserError(
-            f"{printable(root.absolute())} contains {_counts(images, root)}, but no folder of training images."
-            " Set data.splits={train: FOLDER, …}."
+            f"The folder {printable(root.absolute())} contains {_counts(images, root)}, but no folder of training"
+            " images. Set data.splits={train: FOLDER, …}."
         )
     places: Places = {}
     for split in SPLITS:
@@ -197,8 +197,8 @@ def _one(root: Path, areas: list[Area], setting: str) -> Area:
     named = [n if n.replace("_", "").replace("-", "").isalnum() else f"'\"{printable(n)}\"'" for n in names]
     choices = " or ".join(f"data.masks.{setting}={name}" for name in named[:3])
     raise UserError(
-        f"{printable(root.absolute())} contains several folders of {noun}: {_counts(areas, root)}. Choose one folder"
-        f" with {choices}, or move the other folders out of the data set."
+        f"The folder {printable(root.absolute())} contains several folders of {noun}: {_counts(areas, root)}. Choose"
+        f" one folder with {choices}, or move the other folders out of the data set."
     )
 
 
@@ -236,22 +236,22 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
             others = Counter(one.suffix.lower() or "no extension" for one in area.path.iterdir() if one.is_file())
             listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3)) or "no files"
             return UserError(
-                f"{printable(area.path.absolute())} contains no masks (found: {listed}). Save each mask as a separate"
-                f" image file ({', '.join(MASK_EXTENSIONS)})."
+                f"The folder {printable(area.path.absolute())} contains no masks (found: {listed}). Save each mask as a"
+                f" separate image file ({', '.join(MASK_EXTENSIONS)})."
             )
     counts = [(shown(a.path, root), a.count) for a in tree.areas if a.kind]
     counts += [(shown(a.path, root), a.count) for a in tree.areas if not a.kind and not tree.inside]
     counts += [(f"{name}/", count) for name, count in (*tree.inside.items(), *tree.plain.items())]
     there = [f"{name} ({counted(count, 'file')})" for name, count in counts]
     if not there:
-        return UserError(f"{printable(root.absolute())} contains no folder of images with masks. {LAYOUT}")
+        return UserError(f"The folder {printable(root.absolute())} contains no images with masks. {LAYOUT}")
     together = ""
     if not has_masks and any(_named_masks(root / a.path) for a in tree.areas):
         together = " Images and masks must be in separate folders. Move the masks to masks/."
     return UserError(
-        f"{printable(root.absolute())} contains no folder of {lacks} with a known name. The following folders were"
-        f" found: {some(there)}.{together} Set data.masks.folder=NAME and data.masks.image_folder=NAME, or rename the"
-        f" folders. {LAYOUT}"
+        f"The folder {printable(root.absolute())} contains no folder of {lacks} with a known name. The following"
+        f" folders were found: {some(there)}.{together} Set data.masks.folder=NAME and data.masks.image_folder=NAME,"
+        f" or rename the folders. {LAYOUT}"
     )
 
 

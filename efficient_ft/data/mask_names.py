@@ -203,7 +203,7 @@ def _several(images: Sequence[str], found: Matches, end: str) -> tuple[tuple[str
 
 
 def _cut(name: str, prefix: str, suffix: str) -> str | None:
-    """Remove a prefix and a suffix from a name, or return None if the name lacks one of them."""
+    """Remove a prefix and a suffix from a name, or return None if the prefix or the suffix is missing."""
     folder, slash, stem = _plain(name).rpartition("/")
     if not stem.startswith(prefix) or not stem.endswith(suffix) or len(stem) <= len(prefix) + len(suffix):
         return None

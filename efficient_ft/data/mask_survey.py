@@ -20,7 +20,7 @@ from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress,
 from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_size, read_header, read_mask, read_pixels
 from efficient_ft.data.splits import quoted
 
-_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes; large masks reduce the number of masks
+_PIXELS = 30_000_000  # maximum number of pixels that a quick survey decodes, which limits the number of large masks
 _SEARCHED = 512  # maximum number of masks that are decoded before a split is rejected
 Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixels of an image, and its EXIF orientation
 
@@ -228,8 +228,8 @@ def examined(found: Survey, *splits: str) -> str:
     chosen = splits or tuple(found.counted)
     count, total = sum(len(found.counted[s]) for s in chosen), sum(found.totals[s] for s in chosen)
     if count < total:
-        return f"{count} of {total} masks decoded"
-    return f"{'all ' * (total > 1)}{counted(total, 'mask')} decoded"
+        return f"{count} of {total} masks were decoded"
+    return f"{'all ' * (total > 1)}{counted(total, 'mask')} {verb(total, 'was', 'were')} decoded"
 
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
@@ -299,7 +299,7 @@ def _refuse_values(found: Survey, classes: Classes, split: str, own: bool) -> No
     broken = [path for path, one in rows if one.error or one.shares[UNKNOWN]]
     if shares[IGNORED] and not shares[:UNKNOWN].any() and not broken:
         index = " set data.masks.palette=index if the palette indices are the class ids."
-        values = " map its values to classes: data.masks.values={VALUE: NAME, …}."
+        values = " map the mask values to classes with data.masks.values={VALUE: NAME, …}."
         raise UserError(
             f"No pixel of the {split} masks has a label ({examined(found, split)}). Remove the {split} split, or"
             f"{index if classes.colors else values}"

@@ -231,10 +231,7 @@ class Classes:
 
     @cached_property
     def table(self) -> np.ndarray:
-        """A uint8 table (65537,) of the class index, `IGNORED` or `UNKNOWN` for each value.
-
-        The last entry is `UNKNOWN`.
-        """
+        """The class index, `IGNORED` or `UNKNOWN` of each value, uint8 (65537,). The last entry is `UNKNOWN`."""
         table = np.full((1 << 16) + 1, UNKNOWN, dtype=np.uint8)
         table[sorted(self.ignored)] = IGNORED
         table[list(self.ids)] = np.arange(len(self.ids))
@@ -244,7 +241,7 @@ class Classes:
 
     @cached_property
     def color_table(self) -> np.ndarray:
-        """A uint8 table (2**24,) of the class index, `IGNORED` or `UNKNOWN` for each color.
+        """The class index, `IGNORED` or `UNKNOWN` of each color, uint8 (2**24,).
 
         The index of the color (red, green, blue) is red · 65536 + green · 256 + blue.
         """
@@ -347,9 +344,8 @@ def read_mask(
 ) -> np.ndarray:
     """Read a mask as class indices, uint8 (H, W), and apply the EXIF orientation. Unlabeled pixels are `IGNORED`.
 
-    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, the mask has a different
-    size, contains colors instead of ids, or contains values without a class, or if `labeled` is True and no pixel has a
-    label.
+    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, if the mask has a
+    different size, colors instead of ids, or values without a class, or if `labeled` is True and no pixel has a label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
@@ -392,7 +388,7 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
     return (
         f"the mask contains ids without a class: {shown_values(values, False)}. The classes have the ids {known}."
         f" Unlabeled pixels have {', '.join(map(str, _ranges(sorted(classes.ignored))))} (data.masks.ignored).{smooth}"
-        " Correct the mask, or map each value to a class: data.masks.values={VALUE: NAME, …}."
+        " Correct the mask, or map each value to a class with data.masks.values={VALUE: NAME, …}."
     )
 
 

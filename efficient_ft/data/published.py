@@ -1,4 +1,4 @@
-"""Published data sets: their files, downloads and lists.
+"""Published data sets, with their files, downloads and lists of samples.
 
 Most image lists are read by torchvision, so the splits and labels are the same as in torchvision.
 """
@@ -39,7 +39,7 @@ _ALTERNATIVES = (
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """A published data set: its files below `data.root`, and the function that reads its lists."""
+    """A published data set, with its files below `data.root` and the function that reads its lists."""
 
     title: str  # name shown in messages
     classes: int  # number of classes
@@ -71,8 +71,8 @@ class PublishedSet:
         for archive in absent:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
-                    f"data={name}: the folder {(root / str(archive.unpacks)).absolute()} is incomplete. It does not"
-                    f" contain {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
+                    f"data={name}: the folder {(root / str(archive.unpacks)).absolute()} is incomplete. The folder does"
+                    f" not contain {', '.join(archive.lacks(root))}. Delete this folder and run the command again."
                     f" {self.alternatives}"
                 )
         if not absent:
@@ -213,7 +213,7 @@ _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
 #: Image data sets, keyed by name. URLs and checksums are taken from torchvision, and sizes from the publishers.
-# fmt: off
+#: fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
     "cifar100": _cifar(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
@@ -285,16 +285,13 @@ _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("de
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
-    """List the samples of RTE (Wang et al., "GLUE", ICLR 2019).
-
-    The task is to decide whether a sentence entails another sentence.
-    """
+    """List the samples of RTE (Wang et al., "GLUE", ICLR 2019), which classifies pairs of sentences by entailment."""
     folder, found = root / "RTE", SplitRows()
     for split, (name, count) in _RTE.items():
         read = read_rows(folder / name, settings)
         if len(read.rows) != count:
             raise UserError(
-                f"{printable((folder / name).absolute())} contains {counted(len(read.rows), 'row')} instead of"
+                f"The file {printable((folder / name).absolute())} contains {counted(len(read.rows), 'row')} instead of"
                 f" {count:,}. Remove the folder and run the command again to download the data set."
             )
         found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
@@ -350,7 +347,8 @@ class MaskSet:
         if not absent:
             return None
         return (
-            f"data={name} ({self.title}): {printable(folder.absolute())} does not contain {', '.join(absent)}.\n"
+            f"data={name} ({self.title}): the folder {printable(folder.absolute())} does not contain"
+            f" {', '.join(absent)}.\n"
             f"Download the data set from {self.source} and set data.root to the folder that contains"
             f" {', '.join(self.contents)}. For other layouts, use data=mask_folder."
         )
@@ -366,7 +364,7 @@ def _voc(root: Path, follow_links: bool) -> MaskListing:
     train = next((lists / name for name in ("trainaug.txt", "train_aug.txt") if (lists / name).is_file()), None)
     if train is None:
         missing = "trainaug.txt, the list of the augmented training set"
-        raise UserError(f"{printable(lists.absolute())} does not contain {missing}.")
+        raise UserError(f"The folder {printable(lists.absolute())} does not contain {missing}.")
     parts = []
     for file in (train, lists / "val.txt"):
         stems = [Path(name).stem for name in _names(file)]  # some lists contain paths instead of names
@@ -381,9 +379,9 @@ def _names(file: Path) -> list[str]:
     try:
         found = [line.split()[0] for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
     except (OSError, ValueError) as error:
-        raise UserError(f"{printable(file)} cannot be read ({first_line(error)}). {again}") from error
+        raise UserError(f"The file {printable(file)} cannot be read ({first_line(error)}). {again}") from error
     if not found:
-        raise UserError(f"{printable(file)} contains no names of images. {again}")
+        raise UserError(f"The file {printable(file)} contains no names of images. {again}")
     return found
 
 
@@ -393,7 +391,7 @@ def _cityscapes(root: Path, follow_links: bool) -> MaskListing:
         folder, labels = root / "leftImg8bit" / split, root / "gtFine" / split
         images = sorted(folder.glob("*/*_leftImg8bit.png"))
         if not images:
-            raise UserError(f"{printable(folder.absolute())} contains no file CITY/*_leftImg8bit.png.")
+            raise UserError(f"The folder {printable(folder.absolute())} contains no file CITY/*_leftImg8bit.png.")
         names = [one.relative_to(folder).as_posix().replace("_leftImg8bit", "_gtFine_labelIds") for one in images]
         parts.append(_existing(images, [labels / name for name in names], root, follow_links))
     return MaskListing(MASK_SETS["cityscapes"].classes, parts[0], None, parts[1], notes=_on_val("Cityscapes"))

@@ -15,13 +15,13 @@ from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 
 #: Limits for large splits: the number of largest files whose headers are read, and the number of files whose sizes are
-# compared to find the largest files.
+#: compared to find the largest files.
 _LONGEST, _STATED = 256, 50_000
 #: Number of bytes per pixel that are required to decode an image as RGB, for each Pillow mode. All constants were
-# measured
+#: measured
 #: with 9-megapixel files. `_COMPOSITED` applies to other modes, which are composited over white, and `_DEEP` to gray
 #: values with more than 8 bits. WebP files require at least `_WEBP` bytes per pixel. `_TURNED` is added for rotated
-# images, because
+#: images, because
 #: rotation creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
@@ -36,7 +36,7 @@ class Reading:
     decode_bytes: int = 0  # peak memory while the largest sample is read
     kept_bytes: int = 0  # memory that each sample occupies until the batch is complete
     stack_bytes: int = 0  # additional memory of each sample while the batch is stacked, excluding the batch
-    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file, or None without image files
+    file_size: tuple[int, int] | None = None  # (width, height) of the largest image file, or None if there is no file
     own_size: bool = False  # True if `size` is the size of the files instead of the input size of the network
 
     def load_bytes(self, samples: int) -> int:

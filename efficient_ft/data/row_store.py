@@ -36,7 +36,7 @@ class StoreFullError(Exception):
 
 
 class RowStore:
-    """A store of rows of bytes in a folder, which several processes and threads may use at the same time.
+    """A store of byte rows in a folder. Several processes and threads may use a store at the same time.
 
     The folder is created, and the description `about` is written to about.json. If a store is pickled and sent to a
     worker process, the worker opens the files again.

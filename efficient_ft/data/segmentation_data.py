@@ -33,7 +33,7 @@ from efficient_ft.data.reading import Header, Reading, headers, largest_file
 
 STRIDE = 32  # largest stride of an encoder; evaluated images are padded to multiples of this number
 #: Memory in bytes per pixel, measured with 4-megapixel files. Reading a mask requires `_READ`, in addition to the
-# memory for decoding the image. Resizing the image and the mask in training requires `_ZOOMED` per resized pixel.
+#: memory for decoding the image. Resizing the image and the mask in training requires `_ZOOMED` per resized pixel.
 _READ, _ZOOMED = 22, 6
 OPACITY = 0.5  # opacity of class colors over an image
 
@@ -112,10 +112,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         return image, read_mask(mask, self.classes, image.size, orientation, self.labeled)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load images, float32 (B, 3, H, W), and masks, int64 (B, H, W).
-
-        Return a `LoadFailure` if a file cannot be read.
-        """
+        """Load images, float32 (B, 3, H, W), and masks, int64 (B, H, W), or return a `LoadFailure`."""
         try:
             pairs = load_seeded(self.seed, keys, lambda index: self.transform(*self.read(index)))
         except UserError as error:
@@ -214,10 +211,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
         return part.take(left)
 
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
-        """Return at most `count` evenly spread images and masks of the test split.
-
-        If there is no test split, the validation split is used.
-        """
+        """Return at most `count` evenly spread images and masks of the test split, or else of the validation split."""
         split = "test" if "test" in self._parts else self.best_split
         images, size = self._dataset(split, training=False), len(self._parts[split])
         return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]

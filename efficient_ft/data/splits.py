@@ -128,7 +128,8 @@ def ambiguous(root: Path, found: str, readings: Sequence[tuple[str, Chosen]]) ->
     interpretation, and the value of ``data.splits`` that selects this interpretation.
     """
     choices = "; ".join(f"if {words}: 'data.splits={show(chosen)}'" for words, chosen in readings)
-    return UserError(f"{printable(root)} can be interpreted in several ways. {found} Choose one: {choices}.")
+    text = f"The folder {printable(root)} can be interpreted in several ways. {found}"
+    return UserError(f"{text} Choose one interpretation: {choices}.")
 
 
 def repeated(root: Path, split: Split, places: Mapping[Split, Sequence[str]], found: str = "") -> UserError:
@@ -164,10 +165,7 @@ def quoted(name: str) -> str:
 
 
 def _read(name: str) -> tuple[Split | None, tuple[str, ...]]:
-    """Return the split that a name denotes, and the remaining words of the name.
-
-    The split is None if the name denotes no split or several splits.
-    """
+    """Return the only split that a name denotes, or None, and the remaining words of the name."""
     words = _words(name)
     at = [i for i, word in enumerate(words) if word in _WORDS]
     if len(at) != 1:

@@ -65,7 +65,7 @@ class TextData(OpenedData[Texts, TextDataset]):
             if config.on_corrupt == "stop":
                 first = next(iter(listing.skipped.values()))
                 advice = "Correct these texts, or set data.on_corrupt=skip to skip them."
-                raise UserError(f"{found} The first one is {first} {advice}")
+                raise UserError(f"{found} The first unusable text is {first} {advice}")
             self._skipped.update(listing.skipped)
             self._notes.append(f"{found} These texts are skipped (data.on_corrupt=skip).")
         self._parts = self._choose_splits(splits_of(listing), stratified_split)

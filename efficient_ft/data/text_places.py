@@ -152,8 +152,9 @@ class Reader:
             train = here["train"][0]
             if train.is_dir() and not self._files_of(train) and not folders_in(train) and texts_in(train):
                 raise UserError(
-                    f"{printable(train)} contains {counted(texts_in(train), '.txt file')}, but no class folders."
-                    f" {LAYOUT} If the folders in {printable(self.root)} are classes, set 'data.splits={{train: .}}'."
+                    f"The folder {printable(train)} contains {counted(texts_in(train), '.txt file')}, but no class"
+                    f" folders. {LAYOUT} If the folders in {printable(self.root)} are classes, set"
+                    " 'data.splits={train: .}'."
                 )
             self._refuse_half_named(here, rest)
             if rest:
@@ -196,7 +197,7 @@ class Reader:
             advice = f"To train on {first[0]}, set 'data.splits={show({'train': first})}'."
         found = some([path.name for places in here.values() for path in places])
         place = printable(self.root.absolute())
-        return UserError(f"{place} contains {found}, but no training texts. {advice} {LAYOUT}")
+        return UserError(f"The folder {place} contains {found}, but no training texts. {advice} {LAYOUT}")
 
     def _single(self, files: Sequence[Path], folders: Sequence[Path]) -> list[Path]:
         """Return the training data of a folder without split names: a file, the shards of a file, or class folders."""
@@ -206,9 +207,9 @@ class Reader:
             self._refuse_wrapper(folders)
             if len(names) > 1 and part_names(names) == names and not any(folders_in(path) for path in classes):
                 raise UserError(
-                    f"{printable(self.root.absolute())} contains the folders {some(names)}. These folders look like"
-                    f" parts of a data set without class folders. {LAYOUT} If these folders are the classes, set"
-                    " 'data.splits={train: .}'."
+                    f"The folder {printable(self.root.absolute())} contains the folders {some(names)}. These folders"
+                    f" look like parts of a data set without class folders. {LAYOUT} If these folders are the classes,"
+                    " set 'data.splits={train: .}'."
                 )
             return [self.root]
         shards = self._shards(files)
@@ -253,7 +254,7 @@ class Reader:
                     f" data.root={printable(first)}."
                 )
             raise UserError(
-                f"{printable(self.root.absolute())} contains no texts, but its subfolders contain"
+                f"The folder {printable(self.root.absolute())} contains no texts, but its subfolders contain"
                 f" {some(list(map(str, deeper)), 1)}. Set data.root=FOLDER, or specify the files with"
                 f" 'data.splits={show({'train': self._name(deeper[0])})}'."
             )
@@ -272,8 +273,8 @@ class Reader:
         lacking = sorted({*range(first, first + total)} - {*numbers})
         if lacking or len(numbers) != total:
             raise UserError(
-                f"{printable(order[0].parent)} contains {len(numbers)} of {total} parts of {parts[order[0]][1]}. Part"
-                f" {lacking[0] if lacking else numbers[0]}"
+                f"The folder {printable(order[0].parent)} contains {len(numbers)} of {total} parts of"
+                f" {parts[order[0]][1]}. Part {lacking[0] if lacking else numbers[0]}"
                 f" {'is missing. Add this part' if lacking else 'occurs twice. Remove one of the files'}, or use the"
                 f" existing parts with 'data.splits={show({'train': [self._name(path) for path in order[:3]]})}'."
             )
@@ -288,8 +289,8 @@ class Reader:
         shards = self._shards(files)
         if shards is None:
             raise UserError(
-                f"{printable(folder)} contains several files: {some([path.name for path in files])}. Specify the files"
-                f" that should be used with 'data.splits={show({'train': [self._name(path) for path in files[:3]]})}'."
+                f"The folder {printable(folder)} contains several files: {some([path.name for path in files])}. Specify"
+                f" the used files with 'data.splits={show({'train': [self._name(path) for path in files[:3]]})}'."
             )
         return shards
 
@@ -326,11 +327,12 @@ class Reader:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             found = f"Found: {there}.{not_used}"
-            raise UserError(f"{printable(folder.absolute())} contains no texts in class folders. {found} {LAYOUT}")
+            place = f"The folder {printable(folder.absolute())}"
+            raise UserError(f"{place} contains no texts in class folders. {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
-                f"{printable(folder.absolute())} contains class folders without .txt files: {some(empty)}. Add texts"
-                " to these folders, or remove the folders."
+                f"The folder {printable(folder.absolute())} contains class folders without .txt files: {some(empty)}."
+                " Add texts to these folders, or remove the folders."
             )
         if bare:
             self.found.notes.append(f"Files without an extension in {printable(folder)} are read as texts.")
@@ -365,14 +367,15 @@ class Reader:
         top = some([place.name for place in nested], 4)
         if "train" in splits_in(inner[nested[0]]).values():
             raise UserError(
-                f"{printable(folder)} contains folders with separate splits ({some(inner[nested[0]])}): {top}. Set"
-                f" data.root to one of these folders, for example data.root={printable(nested[0])}."
+                f"The folder {printable(folder)} contains folders with separate splits ({some(inner[nested[0]])}):"
+                f" {top}. Set data.root to one of these folders, for example data.root={printable(nested[0])}."
             )
         if direct:
             raise UserError(
-                f"{printable(folder)} contains texts at two depths: directly in {some([p.name for p in direct], 3)},"
-                f" and in subfolders of {top} ({some(inner[nested[0]], 3)}). If the top-level folders are the classes,"
-                f" set 'data.splits={show(top_classes)}'. Otherwise, move the inner folders up by one level."
+                f"The folder {printable(folder)} contains texts at two depths: directly in"
+                f" {some([p.name for p in direct], 3)}, and in subfolders of {top} ({some(inner[nested[0]], 3)}). If"
+                f" the top-level folders are the classes, set 'data.splits={show(top_classes)}'. Otherwise, move the"
+                " inner folders up by one level."
             )
         shared = Counter(name for place in nested for name in inner[place])
         common = sorted(name for name, count in shared.items() if count > 1)

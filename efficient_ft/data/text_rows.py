@@ -61,7 +61,8 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
     zeros = raw[:2000:2].count(0), raw[1:2000:2].count(0)
     if not marked and encoding is None and sum(zeros) > min(len(raw), 2000) / 5:
         likely = "utf-16-le" if zeros[1] > zeros[0] else "utf-16-be"
-        raise UserError(f"{name} looks like {likely} without a byte order mark. Set data.text.encoding={likely}.")
+        text = f"The file {name} looks like {likely} without a byte order mark."
+        raise UserError(f"{text} Set data.text.encoding={likely}.")
     try:
         text = (raw[len(marked[0]) :] if marked else raw).decode(chosen)
     except (LookupError, ValueError) as error:
@@ -76,8 +77,8 @@ def read_text(path: Path, encoding: str | None) -> tuple[str, str | None]:
             " these characters, or set data.text.encoding."
         )
     if encoding is not None and not marked and codecs.lookup(encoding).name != "utf-8" and _is_utf8(raw):
-        return text, f"{name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
-    return text, f"{name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
+        return text, f"The file {name} is valid UTF-8, but is read as {encoding} (data.text.encoding)."
+    return text, f"The file {name} is read as {chosen} (byte order mark)." if marked and chosen != "utf-8" else None
 
 
 def _bytes(path: Path) -> bytes:
@@ -86,14 +87,15 @@ def _bytes(path: Path) -> bytes:
         if raw.startswith(b"\x1f\x8b"):
             raw = gzip.decompress(raw)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{printable(path)} is a damaged gzip file ({error}). Copy the file again.") from error
+        raise UserError(f"The file {printable(path)} is a damaged gzip file ({error}). Copy the file again.") from error
     except OSError as error:
         raise unreadable(path, error) from error
     except MemoryError as error:
-        raise UserError(f"{printable(path)} does not fit into memory. Split the file into several files.") from error
+        text = f"The file {printable(path)} does not fit into memory. Split the file into several files."
+        raise UserError(text) from error
     for first, kind in _OTHERS:
         if raw.startswith(first):
-            raise UserError(f"{printable(path)} is {kind}.")
+            raise UserError(f"The file {printable(path)} is {kind}.")
     return raw
 
 
@@ -229,7 +231,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
         raise UserError(f"{name}: the extension must be one of {' '.join(EXTENSIONS)}.{other}")
     text, note = read_text(path, settings.encoding)
     if re.match(r"\s*<(!doctype html|html)", text, re.IGNORECASE):
-        raise UserError(f"{name} is a web page instead of a file of rows. Download the file itself.")
+        raise UserError(f"The file {name} is a web page instead of a file of rows. Download the file itself.")
     lines = io.StringIO(text, newline="").readlines()  # readlines does not split at Unicode line separators
     found = Rows(lines=len(lines), notes=[note] if note else [])
     if kind in _JSON:
@@ -238,7 +240,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     else:
         records = _Table(name, kind, lines, settings, found).records()
     if not records:
-        raise UserError(f"{name} contains no rows.")
+        raise UserError(f"The file {name} contains no rows.")
     _require_columns(name, records[0].first, found.columns, settings, table=kind in _TABLES)
     numbers: Counter[str] = Counter()
     missing = _MISSING.union(map(str, settings.missing))
@@ -253,7 +255,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
 def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
     for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
         if columns.count(column) > 1:
-            raise UserError(f"{name} contains two columns {column!r}. Rename one of the columns.")
+            raise UserError(f"The file {name} contains two columns {column!r}. Rename one of the columns.")
         if column in columns:
             continue
         place = name if table else f"{name}, line {line}"
@@ -386,7 +388,7 @@ class _Table:
             return []
 
     def _likely(self, default: str) -> str:
-        """Return a delimiter that yields the required columns, or the one that yields the most cells if none does."""
+        """Return the delimiter that yields the required columns, or else the delimiter that yields the most cells."""
         settings = self._settings
 
         def fits(delimiter: str) -> bool:
@@ -461,7 +463,10 @@ class _Table:
         )
 
     def _look_at_long_cells(self, records: Sequence[_Record]) -> None:
-        """Add a note about rows that span several lines. Raise `UserError` if their lines look like separate rows."""
+        """Add a note about rows that span several lines.
+
+        Raise `UserError` if the lines of such a row look like separate rows.
+        """
         long = [record for record in records if record.last > record.first]
         if not long:
             return

@@ -58,7 +58,7 @@ class TextListing(AnyListing):
     test: Texts | None = None
     skipped: dict[str, str] = field(
         default_factory=dict, kw_only=True
-    )  # reason for each unusable row or file, keyed by place
+    )  # reason for each unusable row or file, keyed by location
 
     @property
     def size(self) -> int:
@@ -126,7 +126,7 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
         if missing == len(unusable):
             refuse_unlabeled([row.label for row in usable[split]], missing, split, source, found.without(split))
         if not usable[split]:
-            why = f": {reasons_of(here)}. The first one is {next(iter(here.values()))}" if here else "."
+            why = f": {reasons_of(here)}. The first unusable text is {next(iter(here.values()))}" if here else "."
             raise UserError(f"{source} contains no usable text for the {split} split{why}{found.without(split)}")
     try:
         column = settings.label if found.columns else None
@@ -148,8 +148,10 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
     if val is None and test is None:
         whole = len(train)
         train, test = hold_out_test(train)
-        number = f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')}"
-        notes.append(f"{number} held out for testing. The held-out texts are the same for every seed.")
+        notes.append(
+            f"{len(test)} of {whole} texts {verb(len(test), 'is', 'are')} held out for testing. The held-out texts are"
+            " the same for every seed."
+        )
         origins["test"] = f"held out of {re.sub(' [(][^)]*[)]', '', origins.get('train', 'train'))}"
     facts: dict[str, Any] = {"notes": [*notes, *found.notes], "origins": origins, "left_out": dict(found.left_out)}
     return TextListing(class_names, train, val, test, skipped=skipped, **facts)
@@ -173,8 +175,8 @@ def _classes(
             refuse_unknown(counts[split], places[split], known, split, found.without(split))
             absent = [name for name in known if name not in counts[split]]
             if absent:
-                number = f"{len(absent)} of {len(known)} classes {verb(len(absent))}"
-                notes.append(f"{number} no {split} texts: {some(absent)}.")
+                has = verb(len(absent))
+                notes.append(f"{len(absent)} of {len(known)} classes {has} no {split} texts: {some(absent)}.")
     return names, notes
 
 
@@ -187,7 +189,7 @@ def reasons_of(skipped: Mapping[str, str]) -> str:
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
 #: Maximum number of distinct numeric labels if some labels have a fractional part. For example, ratings in half stars
-# have ten values.
+#: have ten values.
 _DECIMALS = 20
 _FREE = 10  # minimum number of distinct labels that may be considered free text
 _SHOWN = 3  # maximum number of labels, or groups of labels, in a message
@@ -210,8 +212,8 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
     """Return the class of each label, and notes on merged labels. `counts` maps each label to its number of texts.
 
     Labels that are equal numbers form one class. Labels that differ only in case, quotes or equivalent Unicode
-    characters are merged if `ignore_case` is True, kept separate if it is False, and rejected with a `UserError` if it
-    is None.
+    characters are merged if `ignore_case` is True, and kept separate if `ignore_case` is False. If `ignore_case` is
+    None, such labels raise a `UserError`.
     """
     same, notes = {name: name for name in counts}, []
     numbers: dict[Decimal, list[str]] = defaultdict(list)
@@ -253,7 +255,8 @@ def require_classes(labels: Sequence[str], source: str, column: str | None, colu
     if column is None:
         return
     counts = Counter(labels)
-    choose = f"Set data.text.label to the column of the classes. The columns are {', '.join(map(plain_line, columns))}."
+    listed = ", ".join(map(plain_line, columns))
+    choose = f"Set data.text.label to the column that contains the classes. The columns are {listed}."
     if all(_NUMBER.fullmatch(name) for name in counts):
         fractions = sum(Decimal(name) % 1 != 0 for name in counts)
         if fractions and (len(counts) > _DECIMALS or len(counts) > max(2, len(labels) / 2)):

@@ -36,7 +36,7 @@ class Transform:
     Args:
         input: input size, normalization and interpolation of the network.
         augment: ``resize_crop`` or ``none``.
-        scale: minimum and maximum area of the crop, as fractions of the image.
+        scale: minimum and maximum area of the crop, as fractions of the image area.
         flip: if True, mirror half of the images horizontally.
         resize: size before the crop: ``input`` for the input size of the network, a number of pixels for a square, or
             ``none`` for the original size (only with ``resize_crop``).

@@ -1,4 +1,4 @@
-"""Use methods in training loops: `MethodSession` for any training loop, and callbacks for Lightning and `transformers`.
+"""Integrations with training loops: `MethodSession` for any loop, and callbacks for Lightning and `transformers`.
 
 Only the modules `lightning` and `transformers` of this package import the libraries of the same name.
 """

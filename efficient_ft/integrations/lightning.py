@@ -55,7 +55,7 @@ class MethodCallback(Callback):
 
     Attributes:
         methods: methods in their order of application.
-        session: session on the network, or None before ``setup``.
+        session: `MethodSession` of the network, or None before ``setup``.
 
     Raises:
         SettingError: Raised by ``setup`` if the attribute `network` does not exist, or if the strategy is not

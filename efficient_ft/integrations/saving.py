@@ -197,8 +197,9 @@ def _require_same_types(name: str, found: Any, own: Any) -> None:
 def load_whole(content: Content, model: nn.Module) -> None:
     """Copy all weights into `model`. If names or shapes differ, raise UserError and leave the model unchanged."""
     hint = (
-        "Methods that rename layers (LoRA) or add modules change the names. Load weights with the pretrained model's"
-        " names before the methods are applied, and load weights with added modules after the methods are applied."
+        "Methods that rename layers (LoRA) or add modules change the names of the weights. Load weights with the"
+        " pretrained names before the methods are applied, and load weights with added modules after the methods are"
+        " applied."
     )
     _require_same(content, model, list(model.state_dict()), hint)
     _copy(content, model)
@@ -253,7 +254,7 @@ def encode(state: Any) -> Any:
         return state
     raise UserError(
         "The state of a method must consist of tensors, numbers, strings, lists, and dictionaries with string keys, got"
-        f" {type(state).__name__} ({state!r:.60}). Change the state_dict of the method."
+        f" {type(state).__name__} ({state!r:.60}). Return only these types from state_dict."
     )
 
 

@@ -42,10 +42,10 @@ log = logging.getLogger(__name__)
 class MethodSession:
     """Apply methods to a model, and call these methods in any training loop.
 
-    Entering the session applies the methods. Leaving the session ends the training, but **the methods remain applied**:
-    adapters that cannot be merged and token methods are part of the trained model. The outputs of the model therefore
-    remain the same, and `save` can still be called. Call `remove` to restore the model's own modules. Enter the session
-    again to continue the training.
+    Entering the session applies the methods. Leaving the session ends the training, but **the methods remain applied**,
+    because adapters that cannot be merged and token methods are part of the trained model. The outputs of the model
+    therefore remain the same, and `save` can still be called. Call `remove` to restore the model's own modules. Enter
+    the session again to continue the training.
 
     Methods that add a loss or act per step require calls of `step` and `loss`. For all other methods, these calls are
     optional. The following rules apply:
@@ -106,7 +106,7 @@ class MethodSession:
         self.frozen_bn, self.classifier = frozen_bn, classifier
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
-        self._frozen: list[str] = []  # BatchNorm layers that this session has frozen
+        self._frozen: list[str] = []  # Names of the BatchNorm layers that this session has frozen.
         #: Values of `requires_grad` between two steps, keyed by parameter name, and a list of all parameters. Both
         #: collections are empty before the first step.
         self._between_steps: dict[str, bool] = {}
@@ -217,7 +217,7 @@ class MethodSession:
     def step(self, number: int) -> Iterator[None]:
         """Return a context manager for one optimizer step.
 
-        The step contains the forward pass, `loss`, the backward pass and ``optimizer.step()``.
+        The block must contain the forward pass, the call of `loss`, the backward pass and ``optimizer.step()``.
 
         Args:
             number: number of the optimizer step, counted from 0 across all epochs. The number must be the same on all
@@ -491,7 +491,7 @@ class MethodSession:
                 " call session.apply() first."
             )
         if self._block is not None and not in_block:
-            raise UserError(f"session.{call}() was called inside step {self._block}. Call {call}() between steps.")
+            raise UserError(f"session.{call}() was called inside step {self._block}. Call it between two steps.")
 
 
 def _forget_step(method: Method) -> None:

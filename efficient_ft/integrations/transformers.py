@@ -37,15 +37,17 @@ except ImportError as error:
     ) from error
 
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
-#: Mapping from arguments of TrainingArguments that are not compatible with methods to a reason or an alternative.
+#: Fields of TrainingArguments that are not compatible with methods. The values are reasons or alternatives.
 _REFUSED = {
     "fsdp": "Methods require entire parameters, but FSDP shards parameters.",
     "deepspeed": "Methods require entire parameters, but DeepSpeed shards parameters.",
     # Both names are listed, because recent versions of `transformers` set both arguments if one of them is given.
     "gradient_checkpointing": _CHECKPOINTING,
     "activation_checkpointing": _CHECKPOINTING,
-    "auto_find_batch_size": "It restarts training in the middle of a step without resetting the methods.",
-    "restore_callback_states_from_checkpoint": "It creates new callbacks. MethodCallback always restores its state.",
+    "auto_find_batch_size": "This argument restarts training in the middle of a step without resetting the methods.",
+    "restore_callback_states_from_checkpoint": (
+        "This argument creates new callbacks. MethodCallback restores its state without this argument."
+    ),
 }
 
 
@@ -72,7 +74,7 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     Attributes:
         methods: methods in their order of application.
-        session: session on the network, or None before the Trainer is created.
+        session: `MethodSession` of the network, or None before the Trainer is created.
 
     Raises:
         SettingError: Raised when the Trainer is created if the attribute `network` does not exist, or if an argument of
@@ -115,7 +117,8 @@ class MethodCallback(TrainerCallback, ExportableState):
         training = opened is not None and opened() is self.session
         self.session.apply()
         if not training:
-            self.session.close()  # on_train_begin opens the session again, so that other sessions can be used before
+            # Other sessions can be used until on_train_begin opens this session again.
+            self.session.close()
         if optimizer is not None:
             self.session.check_optimizers([optimizer])
 

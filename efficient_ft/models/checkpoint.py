@@ -22,22 +22,22 @@ from torch import Tensor
 
 from efficient_ft.core.errors import SettingError, UserError, why_unreadable
 
-_FORMS = "a complete weights file (.safetensors; .pth, .pt, .bin or .ckpt with tensors only; .npz for the ViT family)"
+_FORMS = "a complete weights file (.safetensors, .npz for the ViT family, or .pth, .pt, .bin or .ckpt with only tensors)"
 #: Patterns for the first bytes of files that are often passed by mistake, and the error message for each pattern.
 _OTHER_FILES = (
-    (rb"version https://git-lfs", "It is a Git LFS pointer instead of the file. Run git lfs pull"),
-    (rb"\s*<(!doctype|html|\?xml)", "It is a web page: the download failed"),
-    (rb"\x89HDF", "It is an HDF5 file, as written by Keras. Convert it to PyTorch's names first"),
-    (rb"GGUF", "It is a GGUF file. Use the original weights"),
-    (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "It is a compressed archive. Unpack it first"),
-    (rb"\s*\{[^\0]*$", "It is a JSON file. Merge the shards that it lists into one .safetensors file"),
+    (rb"version https://git-lfs", "The file is a Git LFS pointer. Run git lfs pull to download the weights"),
+    (rb"\s*<(!doctype|html|\?xml)", "The file is a web page, so the download has failed. Download the weights again"),
+    (rb"\x89HDF", "The file is an HDF5 file, for example from Keras. Convert it to a file with PyTorch's tensor names"),
+    (rb"GGUF", "The file is a GGUF file. Use the original weights instead"),
+    (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "The file is a compressed archive. Unpack the archive first"),
+    (rb"\s*\{[^\0]*$", "The file is a JSON file. Merge the shards that the file lists into one .safetensors file"),
 )
 #: Pattern for the names of other files that the Transformers trainer and Accelerate store next to the weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")
 #: Advice for a file that contains Python objects.
 _WEIGHTS_ALONE = (
-    "Ask its author for the weights alone: safetensors.torch.save_model(model, FILE). Converting the file yourself"
-    " executes the code that it contains, so do this only if you trust its source."
+    "Ask the author of the file to save only the weights: safetensors.torch.save_model(model, FILE). Converting the"
+    " file executes the code in the file, so convert the file only if you trust its source."
 )
 #: Maximum nesting depth of the mappings and lists that are searched for tensors.
 _DEPTH = 16
@@ -51,7 +51,7 @@ class Contents:
         tensors: Tensors by full name. A full name consists of the keys of the nested mappings and lists, joined with
             dots.
         keys: For each full name, the key of the nested mapping that contains the tensor, or "" for the top level.
-        objects: Names of the classes of those objects in the file that were not loaded.
+        objects: Names of the classes whose objects in the file were not loaded.
     """
 
     tensors: dict[str, Tensor]
@@ -63,7 +63,7 @@ class Contents:
         return {name[len(prefix) :]: value for name, value in self.tensors.items() if name.startswith(prefix)}
 
     def weights_under(self, prefix: str) -> dict[str, Tensor]:
-        """Return the usable tensors under `prefix`.
+        """Return the usable tensors whose full names start with `prefix`.
 
         Floating-point tensors are converted to fp32, and integer tensors are unchanged.
         """
@@ -75,7 +75,7 @@ class Contents:
 def read_contents(path: Path) -> Contents:
     """Read all tensors of a .safetensors, .pth, .pt, .bin, .ckpt or .npz file.
 
-    The format is recognized by the content of the file. The extension is used only for .npz.
+    The format is detected from the content of the file. Only .npz files are also recognized by the extension.
 
     Raises:
         SettingError: If the file does not exist, is damaged, or contains no tensors.
@@ -87,9 +87,9 @@ def read_contents(path: Path) -> Contents:
         why = _other_file(path, start)
         held, objects = _read(path, start) if why is None else (None, ())
     except Exception as error:  # torch, NumPy and safetensors raise many types of errors for a damaged file
-        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch reports this for a truncated file
-        reason = "it is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
-        why = f"Reading it failed: {reason}"
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch reports this error for a truncated file
+        reason = "the file is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
+        why = f"The file cannot be read: {reason}"
         if "Python objects" in why:
             why += f". {_WEIGHTS_ALONE.rstrip('.')}"
     if why is not None:
@@ -129,25 +129,25 @@ def require_file(path: Path) -> None:
         inside = sorted(name for name in os.listdir(path) if re.search(r"\.(safetensors|pth|pt|bin|ckpt|npz)$", name))
         inside = [name for name in inside if not _NO_WEIGHTS.match(name)]
         if not inside:
-            do = "It is a folder without weights files."
+            do = "The folder contains no weights files."
         elif inside[0].startswith("adapter_model."):
-            do = "It is a folder with an adapter. Merge it into its network first (peft: merge_and_unload())."
+            do = "The folder contains an adapter. Merge the adapter into its network first (peft: merge_and_unload())."
         elif any(re.search(r"-\d+-of-\d+\.", name) for name in inside):
-            do = "It is a folder with shards of one model. Merge the tensors of all shards into one mapping, and store"
+            do = "The folder contains the shards of one model. Merge the tensors of all shards into one mapping, and store"
             do += " the mapping with safetensors.torch.save_file."
         else:
-            do = f"It is a folder with {len(inside)} weights file{'s' * (len(inside) > 1)}."
-            do += f" Pass {'it' if len(inside) == 1 else 'one of them'}: model.weights={path / inside[0]}."
+            do = f"The folder contains {len(inside)} weights file{'s' * (len(inside) > 1)}."
+            do += f" Pass {'this file' if len(inside) == 1 else 'one of the files'}: model.weights={path / inside[0]}."
     raise SettingError("model.weights", shown, "an existing file", do)
 
 
 def _other_file(path: Path, start: bytes) -> str | None:
     """Return an error message if a file contains no weights, or None if it may contain weights.
 
-    Files without weights are recognized by their first bytes `start`, or by the names of the members of an archive.
+    The function compares the first bytes of the file, `start`, and the names of the members of an archive.
     """
     if not start:
-        return "Reading it failed: it is empty"
+        return "The file is empty"
     for pattern, sentence in _OTHER_FILES:
         if re.match(pattern, start, re.IGNORECASE):
             return sentence
@@ -156,9 +156,9 @@ def _other_file(path: Path, start: bytes) -> str | None:
             names = archive.namelist()
         inner = {name.partition("/")[2] for name in names}
         if "constants.pkl" in inner:
-            return f"It is a TorchScript program. {_WEIGHTS_ALONE.rstrip('.')}"
+            return f"The file is a TorchScript program. {_WEIGHTS_ALONE.rstrip('.')}"
         if "data.pkl" not in inner and not any(name.endswith(".npy") for name in names):
-            return f"It is an archive ({', '.join(names[:3])}). Unpack the archive first"
+            return f"The file is an archive ({', '.join(names[:3])}). Unpack the archive first"
     return None
 
 
@@ -169,7 +169,7 @@ def _read(path: Path, start: bytes) -> tuple[Any, tuple[str, ...]]:
     if path.suffix == ".npz" or start[:6] == b"\x93NUMPY":
         arrays = np.load(path, allow_pickle=False)
         if isinstance(arrays, np.ndarray):
-            raise ValueError("it contains one array without a name")
+            raise ValueError("the file contains one array without a name")
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}, ()
     with warnings.catch_warnings():  # torch warns about pickle files and unsupported tensor types
         warnings.simplefilter("ignore")
@@ -187,21 +187,21 @@ class _Inert:
     def __setstate__(self, state: Any) -> None: ...
 
 
-#: Standard types that replace custom mapping and list classes. The keys are parts of torch's error message for such a
-#: class.
+#: Standard types that replace custom mapping and list classes. Each key is a part of the error message that torch
+#: raises for such a class.
 _STANDARD: dict[str, type] = {"Can only SETITEM": OrderedDict, "Can only append": list, "Can only extend": list}
 
 
 def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
-    """Read a file written by `torch.save`, and replace objects of classes that torch rejects with inert objects.
+    """Read a file written by `torch.save`. Objects of classes that torch rejects are replaced with inert objects.
 
     Returns:
         The object that is stored in the file, and the names of the replaced classes.
     """
     try:
-        with open(path, "rb") as opened:  # for a path, torch would check the file extension
+        with open(path, "rb") as opened:  # torch would check the extension of a path
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
-    except ValueError:  # the old format of torch.save, which is not a zip archive
+    except ValueError:  # the file has the old format of torch.save, which is not a zip archive
         names = []
     inert: dict[str, type] = {name: type(name, (_Inert,), {}) for name in names}
     while True:
@@ -211,7 +211,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # The file contains an object of a custom mapping or list class. The error names the inert class to replace.
+            # The file contains an object of a custom mapping or list class. The error message names its inert class.
             standard = next((kind for text, kind in _STANDARD.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
             if standard is None or found is None:
@@ -238,14 +238,14 @@ def _without_tensors(path: Path, held: Any, objects: tuple[str, ...]) -> Setting
     arrays = any(name.endswith("multiarray._reconstruct") for name in objects)
     objects = tuple(name for name in objects if not name.startswith(("numpy.", "builtins.")))
     inside = ", ".join(map(str, list(held)[:5])) if isinstance(held, Mapping) and held else "nothing"
-    do = f"It contains {inside}."
+    do = f"The file contains {inside}."
     if arrays:
         do += " NumPy arrays in the file are not loaded. Save the arrays as .npz with numpy.savez(FILE, **arrays)."
     if objects:
         what = "a whole model" if any(name.startswith("torch.nn.modules.") for name in objects) else "Python objects"
-        do = f"It contains {what} (classes {', '.join(objects[:3])}), which cannot be loaded without running code."
+        do = f"The file contains {what} (classes {', '.join(objects[:3])}). Loading such a file would execute its code."
         do += f" {_WEIGHTS_ALONE}"
-    return SettingError("model.weights", path, "a file with a state dict (names to tensors)", do)
+    return SettingError("model.weights", path, "a file with a state dict (a mapping from names to tensors)", do)
 
 
 def why_unusable(tensor: Tensor) -> str | None:

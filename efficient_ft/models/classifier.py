@@ -25,7 +25,7 @@ _FAILURES = (RuntimeError, AssertionError, ValueError, ArithmeticError, LookupEr
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a classifier with random weights; see `factory.random_model`."""
+    """Build a classifier with random weights. See `factory.random_model`."""
     cfg = pretrained_cfg(config)
     try:
         model = build_timm(config, timm_kwargs(config, cfg, classes))
@@ -41,7 +41,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a classifier with the weights of a file, or with timm's pretrained weights; see `factory.create_model`."""
+    """Build a classifier with the weights of a file, or with timm's pretrained weights. See `factory.create_model`."""
     cfg = pretrained_cfg(config)
     path = fetch_weights(config, cfg)
     model = load_weights(config, timm_kwargs(config, cfg, classes), random, cfg, path)
@@ -50,7 +50,7 @@ def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
 
 
 def missing(config: ModelConfig) -> str | None:
-    """Return a message if the weights are missing; see `factory.missing_weights`."""
+    """Return a message if the weights are missing, or None otherwise. See `factory.missing_weights`."""
     return missing_files(config, pretrained_cfg(config))
 
 

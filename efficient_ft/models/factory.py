@@ -41,7 +41,7 @@ class Family(Protocol):
         """
 
     def missing(self, config: ModelConfig) -> str | None:
-        """Return a message if weights or other files are missing; see `missing_weights`."""
+        """Return a message if weights or other files are missing, or None otherwise. See `missing_weights`."""
 
 
 #: The families of networks. The keys are the values of `ModelConfig.family`.
@@ -78,7 +78,7 @@ def missing_weights(config: ModelConfig) -> str | None:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by full name; see `models.checkpoint.read_contents`."""
+    """Return the tensors of a file by full name. See `models.checkpoint.read_contents`."""
     return read_contents(path).tensors
 
 

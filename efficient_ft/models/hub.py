@@ -19,7 +19,7 @@ _ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=f
 
 
 def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
-    """Return a message if the weights of a network are missing; see `factory.missing_weights`."""
+    """Return a message if the weights of a network are missing, or None otherwise. See `factory.missing_weights`."""
     if config.weights is not None:
         try:
             require_file(Path(config.weights).expanduser())

@@ -68,7 +68,7 @@ class FrozenPrefix:
         dtype: Data type of the features.
         reason: Reason why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
         model: The whole network.
-        form: Form in which `features` runs the prefix; see `models.prefix_form`.
+        form: Form in which `features` runs the prefix. See `models.prefix_form`.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ _SET_ELSEWHERE = {
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size of training crops and the normalization of a segmentation network; see `factory.input_of`."""
+    """Return the size of training crops and the normalization of a segmentation network. See `factory.input_of`."""
     mean, std = IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
     if config.encoder is not None:
         cfg = encoder_cfg(config)
@@ -82,7 +82,7 @@ def weights_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None = None) -> nn.Module:
-    """Build a segmentation network for images (B, 3, H, W); see `factory.random_model`.
+    """Build a segmentation network for images (B, 3, H, W). See `factory.random_model`.
 
     The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains the weights
     of the encoder under timm's names. If it is None, the encoder has random weights.
@@ -166,7 +166,7 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-    """Build a network with weights for all layers or only for its encoder; see `factory.create_model`."""
+    """Build a network with weights for all layers or only for its encoder. See `factory.create_model`."""
     path = fetch_weights(config, weights_cfg(config))
     if config.encoder is None:
         return _load_segformer(config, classes, path, random)
@@ -186,7 +186,7 @@ def load(config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
 
 
 def missing(config: ModelConfig) -> str | None:
-    """Return a message if the weights are missing; see `factory.missing_weights`."""
+    """Return a message if the weights are missing, or None otherwise. See `factory.missing_weights`."""
     return missing_files(config, weights_cfg(config))
 
 

@@ -80,7 +80,7 @@ def input_of(config: ModelConfig) -> InputSpec:
 
 
 def build(config: ModelConfig, classes: int) -> nn.Module:
-    """Build a text classifier with random weights; see `factory.random_model`."""
+    """Build a text classifier with random weights. See `factory.random_model`."""
     return _with_input_size(config, _random(config, _architecture(config, classes)))
 
 
@@ -112,7 +112,7 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
 
 
 def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> nn.Module:
-    """Build a text classifier with the weights of a repository, a folder or a file; see `factory.create_model`."""
+    """Build a text classifier with the weights of a repository, a folder or a file. See `factory.create_model`."""
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
         raise UserError(f"{source} contains an adapter. Merge it into its network first (peft: merge_and_unload()).")
@@ -223,7 +223,7 @@ def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
 
 
 def missing(config: ModelConfig) -> str | None:
-    """Return a message if files of a text classifier are missing; see `factory.missing_weights`."""
+    """Return a message if files of a text classifier are missing, or None otherwise. See `factory.missing_weights`."""
     if config.weights is not None:
         path = Path(config.weights).expanduser()
         if os.path.isdir(path):  # pathlib raises an error if the name is too long

@@ -79,7 +79,7 @@ def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
 
 
 def input_of(config: ModelConfig) -> InputSpec:
-    """Return the size (H, W), normalization and interpolation of a model's input images; see `factory.input_of`."""
+    """Return the size (H, W), normalization and interpolation of a model's input images. See `factory.input_of`."""
     cfg = pretrained_cfg(config)
     mean = tuple(cfg.mean if config.mean is None else config.mean)
     std = tuple(cfg.std if config.std is None else config.std)

@@ -72,7 +72,7 @@ def match_timm(
     needed: Collection[str] | None = None,
     decoder: ModelConfig | None = None,
 ) -> tuple[Contents, Fit, nn.Module]:
-    """Find the weights of a timm model in a file; see `load_weights`.
+    """Find the weights of a timm model in a file. See `load_weights`.
 
     The file must contain all names in `needed`, or all names of the model if `needed` is None. If the model is the
     encoder of a segmentation network, `decoder` is the configuration of this network.

@@ -18,7 +18,7 @@ the settings of each row, deviations of our runs, and misprints:
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
     costs:                                          # reasons why our count of a printed cost differs
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
-    rule: {unit: MiB, rows: [...]}                  # the paper's count of memory and multiply-adds; see `rules`
+    rule: {unit: MiB, rows: [...]}                  # the paper's count of memory and multiply-adds (see `rules`)
     notes: [...]                                    # misprints and inconsistencies of the paper
     reason: ...                                     # why no row can be run; replaces settings
     counted: true                                   # costs are counted even if no row can be run
@@ -240,7 +240,7 @@ def table_names() -> tuple[str, ...]:
 def published_table(name: str) -> Table:
     """Return the table with the given name, e.g. ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
     if any(figure.name == name for figure in figures()):
-        raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}; see `efficient-ft table`.")
+        raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}. See `efficient-ft table`.")
     if name not in table_names():
         known = ", ".join(table_names())
         raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(str(name), table_names())}")

@@ -108,8 +108,7 @@ def _lost() -> dict[str, dict[str, float]]:
 def points_lost(row: str | None) -> dict[str, float]:
     """Return the losses of test accuracy relative to full fine-tuning, in percentage points, keyed by study.
 
-    A loss is negative if the recipe is better than full fine-tuning. If the recipe was not studied, the result is
-    empty.
+    A loss is negative if the recipe is better than full fine-tuning. The result is empty if there is no study.
     """
     return {} if row is None else dict(_lost().get(row, {}))
 

@@ -161,8 +161,7 @@ def make_plan(
 
     `settings` are the settings of the run. If the settings contain methods, `chosen` must list them as options of the
     group ``method``. Every recipe keeps these methods. If `attempt` is given, the function is called to try the
-    recommended recipe. `say` is called with a description of the current step of planning, and `ready` is called with
-    each examined recipe.
+    recommended recipe. `say` is called with a description of each planning step, and `ready` with each examined recipe.
 
     Raises:
         UserError: If a setting cannot be used, or the model cannot be built.
@@ -252,8 +251,8 @@ class _Planner:
     ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
         """Count the candidates until a deadline.
 
-        The deadline is the first value of `times`. If none of the candidates that fit can be recommended, the deadline
-        is the second value.
+        The deadline is the first value of `times`. If no candidate that fits can be recommended, the second value is
+        used.
 
         Returns:
             The usable candidates with their options, and the excluded candidates.
@@ -277,8 +276,7 @@ class _Planner:
                 self._refuse_too_little(memory_bytes, option)
             found.append((candidate, option))
             fits = self.fits(option, memory_bytes)
-            # If the exactness of a recipe is unknown, its cosine is measured later. The recipe can be recommended after
-            # this measurement.
+            # A recipe of unknown exactness can be recommended after its cosine has been measured.
             measurable = option.exactness is Exactness.UNKNOWN
             enough = enough or (fits and (measurable or choose([option]) is not None))
             ready(Examined(number, len(todo), option.name, self.bound(option), fits))

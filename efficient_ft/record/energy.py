@@ -73,7 +73,7 @@ def _joules(file: Path) -> float:
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:
-    """Return the energy counter of a GPU, or None without pynvml or if the GPU has no counter (before Volta)."""
+    """Return the energy counter of a GPU, or None if it is unavailable (no pynvml, or a GPU before Volta)."""
     try:
         import pynvml
 

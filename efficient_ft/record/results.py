@@ -85,8 +85,8 @@ class DeviceMemory(TypedDict):
 class MemoryReport(TypedDict):
     """Measured and counted memory of the first training process, in bytes.
 
-    `peak_bytes` is the peak resident memory of the process until the results are written, as reported by the system. It
-    includes loading, evaluation and the cost report. In a resumed run, only the last process is measured.
+    `peak_bytes` is the peak resident memory of the process until the results are written, as reported by the system.
+    The peak includes loading, evaluation and the cost report. In a resumed run, only the last process is measured.
 
     `before_model_bytes` is the resident memory before the model was built, and `before_steps_bytes` is the resident
     memory before the first step. `step_peak_bytes` is the peak resident memory during `steps` steps, starting with step

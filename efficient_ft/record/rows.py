@@ -1,4 +1,4 @@
-"""Files with one JSON object per line. Training appends lines, and a resumed run removes lines."""
+"""Files with one JSON object per line. Training appends rows, and a resumed run removes rows after its checkpoint."""
 
 from __future__ import annotations
 

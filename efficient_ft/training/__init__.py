@@ -1,1 +1,1 @@
-"""Training of a run. `run.run(config, folder)` trains, evaluates or counts the cost, depending on the configuration."""
+"""Training, evaluation and cost of a run. The entry point is `run.run(config, folder)`."""

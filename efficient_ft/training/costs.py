@@ -1,4 +1,4 @@
-"""Cost of a training step of a run, and cost of the baseline's training step."""
+"""The cost of a run's training step, compared with a training step of the baseline."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from efficient_ft.training.output.console import cost_table, say
 
 
 def step_spec(config: Config) -> StepSpec:
-    """Return the settings of a training step of a run."""
+    """Return the settings that determine a training step of the run."""
     spec = factory.input_of(config.model)
     return StepSpec(
         config.data.batch_size,
@@ -39,9 +39,9 @@ def step_spec(config: Config) -> StepSpec:
 
 
 def cost_only(config: Config) -> dict[str, Any]:
-    """Print and return the cost of a training step and of a step of the baseline.
+    """Print and return the cost of a training step of the run and the cost of a training step of the baseline.
 
-    The costs are counted without data and without pretrained weights.
+    The costs are counted without loading data or pretrained weights.
 
     Raises:
         UserError: If the model or a method cannot be built, or if a method cannot be applied to the model.
@@ -54,8 +54,8 @@ def cost_only(config: Config) -> dict[str, Any]:
     report = cost_report(config, network, methods, classes, torch.device("cpu"))
     shown = classes if isinstance(classes, int) else "+".join(map(str, classes.values()))
     say(
-        f"{config.model.name}, {spec}, {shown} classes, batch {config.data.batch_size},"
-        f" {config.trainer.precision}; counted, not timed\n\n"
+        f"{config.model.name}, {spec}, {shown} classes, batch size {config.data.batch_size},"
+        f" {config.trainer.precision}. The costs are counted, not timed.\n\n"
         + cost_table(dict(report), "+".join(config.method), config.data.batch_size, kind.task.sample)
     )
     return dict(report)
@@ -71,23 +71,24 @@ def cost_report(
     max_seconds: float | None = None,
     largest_batch: int | None = None,
 ) -> CostReport:
-    """Return the cost of a training step with the methods, and the cost of a step of the baseline (`cost.baseline`).
+    """Return the cost of a training step with `methods` and the cost of a training step of the baseline.
 
-    With several tasks, a step of the first task is counted. The methods may already be applied.
+    The setting `cost.baseline` names the baseline. If there are several tasks, a step of the first task is counted.
 
     Args:
         config: the configuration of the run.
         network: the network of the run.
-        methods: the methods of the run.
+        methods: the methods of the run. They may already be applied to `network`.
         classes: number of classes, or a mapping from tasks to numbers of classes.
         device: the device on which the steps run.
         steps: number of timed steps, or 0 to count the costs without timing.
         max_seconds: time in seconds after which no further step is timed, or None for no limit.
-        largest_batch: maximum number of samples per batch, or None for no limit. It is the size of the training split.
+        largest_batch: maximum number of samples per batch, or None for no limit. Runs pass the size of the training
+            split.
 
     Raises:
-        SettingError: If `cost.baseline` does not name a selection.
-        UserError: If the baseline's selection cannot be applied to the model.
+        SettingError: If `cost.baseline` does not name a method that selects the trained parameters.
+        UserError: If the baseline cannot be applied to the model.
     """
     switch, spec = tasks_of(network), step_spec(config)
     if switch is not None:
@@ -96,7 +97,7 @@ def cost_report(
     # The optimizer of the baseline uses no memory-saving options.
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, no comparison is needed
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, one measurement is sufficient
     found = cost.compare(
         network,
         methods,
@@ -120,14 +121,14 @@ def cost_report(
     for name, one in found.items():
         if one.note:
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
-            say(f"The step of {step} is {one.note}.")
+            say(f"The training step of {step} was {one.note}.")
     whole = found["method"] if is_baseline else found.get("baseline")
     baseline: BaselineCost | None = None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)}
     return {**_step_cost(found["method"]), "baseline": baseline}
 
 
 def _room(config: Config) -> int:
-    """Return the remaining part of the run's memory budget in bytes."""
+    """Return how many bytes of the run's memory budget remain."""
     release_freed_memory()
     return max(0, (budget_of(config) or 0) - resident_bytes())
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:
-    """Return hashes of the data and weights at the start of a run.
+    """Return hashes of the data and of the weights with which a run starts.
 
     If `images` is None, the data are listed without being opened.
 
@@ -44,9 +44,9 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
 
 
 def summaries(images: RunData, *, thorough: bool = False) -> dict[str, Summary]:
-    """Return a mapping from tasks to the summaries of their data sets. The key is "" for a single data set.
+    """Return a mapping from tasks to the summaries of their data sets. A single data set has the key "".
 
-    See `OpenedData.inspect` for `thorough`.
+    The argument `thorough` is described in `OpenedData.inspect`.
     """
     return {task: part.summary(thorough=thorough) for task, part in images.parts.items()}
 
@@ -71,9 +71,9 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
             continue
         path, why = next(iter(problems.items()))
         shown = printable(path)
-        more = f"; `efficient-ft check` lists the {len(problems):,} found" if len(problems) > 1 else ""
+        more = f" `efficient-ft check` lists all {len(problems):,} files." if len(problems) > 1 else ""
         raise UserError(
-            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files{more}. To skip them, set"
+            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files.{more} To skip them, set"
             f" {setting}.on_corrupt=skip."
         )
 
@@ -81,16 +81,16 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
 def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
     """Return the number of epochs and the number of optimizer steps.
 
-    Batches that remain at the end of an epoch form an additional step. `world` is the number of processes.
+    If batches remain at the end of an epoch, they form an additional step. `world` is the number of processes.
 
     Raises:
-        SettingError: If an epoch has fewer batches than an optimizer step needs, or if the warm-up would take the whole
-            run.
+        SettingError: If there are more processes than training samples, if an epoch has fewer batches than an optimizer
+            step needs, or if the warm-up would take the whole run.
     """
     accumulated = config.trainer.grad_accum_steps
     batches = len(images.train_loader(0, world))
     if not batches:
-        raise SettingError("trainer.devices", world, "no larger than the number of training samples")
+        raise SettingError("trainer.devices", world, "at most the number of training samples")
     if accumulated > batches:
         raise SettingError(
             "trainer.grad_accum_steps", accumulated, f"at most {batches}, the number of batches in an epoch"
@@ -101,9 +101,9 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
         raise SettingError(
             "optim.warmup_steps",
             warmup,
-            f"less than {total}, the optimizer steps of trainer.epochs={config.trainer.epochs}",
-            f"The learning rate would never reach optim.lr={config.optim.lr:g}. optim.warmup_steps=null is a quarter of"
-            f" the run and at most {WARMUP_AT_MOST} steps.",
+            f"less than {total}, the number of optimizer steps in the run (trainer.epochs={config.trainer.epochs})",
+            f"The learning rate would never reach optim.lr={config.optim.lr:g}. With optim.warmup_steps=null,"
+            f" the warm-up takes a quarter of the run, but at most {WARMUP_AT_MOST} steps.",
         )
     if config.trainer.max_steps > 0:
         total = min(total, config.trainer.max_steps)
@@ -111,7 +111,7 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
 
 
 class RunDataModule(L.LightningDataModule):
-    """The data loaders of a run, for Lightning.
+    """Lightning data module that provides the data loaders of a run.
 
     When a run is resumed, the training loader continues with the next batch, even in the middle of an epoch.
 
@@ -148,7 +148,7 @@ class RunDataModule(L.LightningDataModule):
         return [of_first[i] if i in self.repeated else loader for i, loader in enumerate(own)]
 
     def _eval_loaders(self, rank: int) -> Sequence[DataLoader]:
-        """Return the evaluation loaders of a process, one for each data set."""
+        """Return the evaluation loaders of the process `rank`, one for each data set."""
         assert self.trainer is not None
         wrap: dict[str, Any] = {} if self.features is None else {"wrap": self.features.evaluation}
         return self.images.eval_loaders(self.images.best_split, rank, self.trainer.world_size, **wrap)

@@ -1,4 +1,4 @@
-"""Evaluate the weights of a run at its end, or later with ``evaluate=RUN``."""
+"""Evaluate the weights of a run at the end of training, or later with ``evaluate=RUN``."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from efficient_ft.training.output.console import say
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
-    """Print and return the metric of a run's best weights on every split except the training split.
+    """Evaluate the best weights of a run on all splits except the training split, and print and return the metrics.
 
-    RUN/config.yaml determines the data, splits, model and methods. `config` may change the folder and the loading of
-    the images (or name another data set with the same classes), `trainer.precision`, `trainer.accelerator` and
-    `trainer.limit_eval_batches`. Settings that evaluation does not use (`optim`, `cost`, …) are ignored.
+    RUN/config.yaml determines the data, splits, model and methods. `config` may change the image folder, the settings
+    for loading images, `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. It may also name a
+    different data set with the same classes. Settings that evaluation does not use (`optim`, `cost`, …) are ignored.
 
     Args:
         run: the folder of a finished or interrupted run.
-        config: RUN/config.yaml with changes, or None to use the stored configuration.
+        config: a changed copy of the stored configuration, or None to use the stored configuration.
 
     Raises:
         OtherVersionError: If another version of this package wrote the run folder.
         UserError: If `run` is not a run folder, if `config` changes other settings, or if the images are missing or
-            have other classes.
+            have classes that differ from those of the run.
     """
     stored = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     if config is None:
@@ -51,8 +51,8 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     if images.class_names != (trained.tasks or trained.class_names):
         roots = ", ".join(data.root for data in data_configs(config))
         raise UserError(
-            f"evaluate={run}: the classes in {roots} must be the classes of the run, but they differ. Set data.root to"
-            " images of the same classes."
+            f"evaluate={run}: the classes in {roots} differ from the classes of the run. Set data.root to a folder"
+            " with images of the same classes."
         )
     say(summary_text(summaries(images)))
     kind = kind_of(config)
@@ -69,33 +69,33 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
 
 
 def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
-    """Return the metric for each task and split. The key is "" for a single data set."""
+    """Return the metric for each task and split. A single data set has the task name ""."""
     return found.get("tasks", {"": found["accuracy"]})
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
     """Raise UserError if the model, a method, a task or a split was changed.
 
-    New splits could contain training images.
+    A changed split could contain images on which the run was trained.
     """
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
-            f"evaluate={run}: method={got} (the run has {had}): evaluation uses the methods of the run. Leave out"
-            " method."
+            f"evaluate={run}: method={got} (the run has {had}) cannot be used. An evaluation uses the methods of the run."
+            " Remove the setting method."
         )
     old, new = _fixed(stored, config), _fixed(config, stored)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     if changed:
         values = ", ".join(f"{key}={new.get(key)} (the run has {old.get(key)})" for key in changed[:3])
         raise UserError(
-            f"evaluate={run}: {values}: evaluation uses the model, methods and splits of the run. Leave out"
-            f" {', '.join(changed[:3])}."
+            f"evaluate={run}: {values} cannot be used. An evaluation uses the model, methods and splits of the run."
+            f" Remove the settings {', '.join(changed[:3])}."
         )
 
 
 def _fixed(config: Config, other: Config) -> dict[str, Any]:
-    """Return the settings of `config` that evaluation may not change."""
+    """Return the settings of `config` that must be the same in an evaluation as in the run."""
     plain = config.model_dump(mode="json", include={"model", "method", "seed"})
 
     def splits(data: DataConfig, other: DataConfig | None) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
-#: Time limit for timing steps in the cost report, as a fraction of the training time, and its minimum in seconds.
+#: The steps in the cost report are timed for at most this fraction of the training time, or for this number of seconds
+#: if this time is longer.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
@@ -119,7 +120,7 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
 
 
 def _samples(run: Training, device: torch.device) -> list[Sample]:
-    """Return samples of each data set with the predictions of the weights in model.safetensors."""
+    """Predict samples of each data set with the weights in model.safetensors, and return the samples."""
     found = []
     for name, part in run.data.parts.items():
         samples = run.kind.samples(export.load(run.held.path, name or None), part, device)
@@ -129,7 +130,7 @@ def _samples(run: Training, device: torch.device) -> list[Sample]:
 
 def _accuracy(recorder: Recorder) -> Accuracy:
     if recorder.best is None or recorder.last is None:
-        raise UserError("No epoch was finished, so there is no result. Run the same command again to continue.")
+        raise UserError("No epoch was finished, so there is no result. Run the same command again to continue the run.")
     accuracy: Accuracy = {"best": recorder.best, "last": recorder.last, "split": recorder.split, "test": None}
     if recorder.best_tasks:
         accuracy["tasks"] = {

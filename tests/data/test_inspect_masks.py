@@ -45,7 +45,7 @@ def test_sizes_modes_and_shares_are_those_of_the_files(folder: Path, thorough: b
     labeled = (train != 2).sum()
     for name, number in (("background", 0), ("square", 1), ("disk", 3)):
         assert found.facts["train_pixels"][name] == pytest.approx((train == number).sum() / labeled, abs=1e-6)
-    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.08 % of the pixels have no label (all 13 masks decoded)"
+    assert found.lines[0] == "masks: 64×48, 8-bit ids; 2.08 % of the pixels have no label (all 13 masks were decoded)"
     assert found.lines[1].startswith("training pixels: background 8")
     assert not found.warnings
     assert not found.problems
@@ -55,7 +55,7 @@ def test_of_many_masks_some_are_decoded(tmp_path: Path) -> None:
     found = _inspect(write_folder(tmp_path / "set", {"train": 60, "val": 20}, height=24, width=48))
     assert found.facts["masks_decoded"] == 60
     assert found.facts["headers_read"] == 80
-    assert "(60 of 80 masks decoded)" in found.lines[0]
+    assert "(60 of 80 masks were decoded)" in found.lines[0]
 
 
 def test_a_class_without_a_training_pixel_is_always_reported(folder: Path) -> None:

@@ -95,7 +95,7 @@ def test_notes_of_accepted_layouts(tree: Make, tmp_path: Path) -> None:
     for name in ("dogs", "cats"):
         (root / name).rename(tmp_path / name)
     listing = read_folder(tree({**both("train/train", "test"), "seg_pred/x": 3, ".": 2}))
-    assert listing.notes == ["train/train/ is used, because train/ contains nothing else."]
+    assert listing.notes == ["The folder train/train/ is used, because train/ contains nothing else."]
     assert listing.left_out == {"images outside of class folders": 2, "images in seg_pred/": 3}
 
 

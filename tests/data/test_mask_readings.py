@@ -71,7 +71,7 @@ def test_masks_of_0_and_255_are_ambiguous(tmp_path: Path) -> None:
     root = write(tmp_path, gray(0, 255))
     text = message(root)
     assert re.search(r"only the values 0 \(\d\d\.\d\d % of the pixels\), 255 \(\d\d\.\d\d % of the pixels\)", text)
-    assert "all 6 masks decoded" in text
+    assert "all 6 masks were decoded" in text
     assert "cell has no pixel" in text
     assert "'data.masks.values={0: background, 255: cell}'" in text
     assert "data.masks.values=ids" in text

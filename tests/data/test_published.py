@@ -167,7 +167,7 @@ def test_listed_images_that_are_not_there_and_damaged_lists(tmp_path: Path, data
     with pytest.raises(UserError, match=r"the lists in .*food-101 cannot be read"):
         open_data(config, SPEC, 0)
     (tmp_path / "food-101/meta/test.json").unlink()
-    assert "is incomplete. It does not contain meta/test.json" in str(missing_data(config))
+    assert "is incomplete. The folder does not contain meta/test.json" in str(missing_data(config))
     folder = write_cub(tmp_path)
     (folder / "image_class_labels.txt").write_text("1 1\n")
     with pytest.raises(UserError, match="list different images"):

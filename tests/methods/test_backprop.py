@@ -312,7 +312,7 @@ def test_one_object_serves_one_model():
 def test_images_of_another_size_than_the_model_was_built_for_are_named():
     model = vit(dynamic_img_size=True)
     LBPWHT(order=2).apply(model)
-    with pytest.raises(ValueError, match="grid is 7×7 after 1 prefix tokens"):
+    with pytest.raises(ValueError, match="1 prefix tokens and a grid of 7×7 tokens"):
         model.train()(torch.randn(2, 3, 64, 64))
 
 

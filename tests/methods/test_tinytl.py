@@ -172,7 +172,7 @@ def test_other_methods_leave_the_modules_alone():
 
 
 def test_models_and_settings_that_will_not_do():
-    with pytest.raises(UserError, match="tinytl: the method requires .* The blocks of resnet18 are"):
+    with pytest.raises(UserError, match=r"tinytl: the method requires .* The blocks of resnet18 are"):
         TinyTL().apply(timm.create_model("resnet18"))
     with torch.device("meta"):
         universal = timm.create_model("mobilenetv4_conv_small")

@@ -324,7 +324,7 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
     model = timm.create_model("vit_tiny_patch16_224", **small)  # 4 patch tokens, of which 3, 2, 1 and 0 remain
     with pytest.raises(
         SettingError,
-        match=r"alast.budget_init must be .*, got 0.9. None of the 4 .* would be left after blocks.3. .* 32×32",
+        match=r"alast.budget_init must be .*, got 0.9. None of the 4 .* left after the block blocks.3. .* 32×32",
     ):
         ALaST(2).apply(model)
     assert all(p.requires_grad for p in model.parameters())

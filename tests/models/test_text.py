@@ -312,7 +312,7 @@ def test_every_method_serves_texts_or_says_why_not(name: str) -> None:
     model = factory.random_model(config(), 3)
     method = METHODS[name](**SETTINGS.get(name, {}))
     if name in REFUSED:
-        needed = "grid|class token|blocks that side modules|inverted residual|has no mlp"
+        needed = "grid|class token|side modules support|InvertedResidual|has no mlp"
         with pytest.raises(UserError, match=needed):
             method.apply(model)
         return

@@ -75,8 +75,8 @@ def test_what_is_not_drawn_is_said(runs: Path) -> None:
     budgets = drawn_from("alast/figure_10", runs)
     assert len(budgets.panels) == 4
     assert "num_layers=" in budgets.notes[0]
-    assert budgets.notes[0].startswith("Not drawn: ")
-    assert "Not drawn: " in drawn_from("alast/figure_7", runs).notes[0]
+    assert budgets.notes[0].startswith("The budgets of ")
+    assert "are not drawn." in drawn_from("alast/figure_7", runs).notes[0]
 
 
 def test_figure_5_needs_another_method_next_to_full(runs: Path) -> None:

@@ -236,7 +236,7 @@ def other(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda folder: None, "the folder does not exist"),
+        (lambda folder: None, "run does not exist"),
         (
             lambda folder: folder.mkdir(),
             "run contains no record (step_stats.jsonl). Train with step_stats.interval=n",

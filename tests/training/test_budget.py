@@ -46,7 +46,7 @@ def test_a_budget_needs_a_unit(wrong: str) -> None:
 
 def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
-        UserError, match=r"memory=200MB \(191 MiB\): the run would take about .* No recipe of this model fits"
+        UserError, match=r"memory=200MB \(191 MiB\): the run would take about .* No recipe for this model fits"
     ):
         run(of_run(memory="200MB"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
@@ -76,8 +76,8 @@ def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.Monkey
     asked = _predicting(monkeypatch, lambda config: {"training": 250 * 10**9 * config.data.batch_size})
     text = _rejected(tmp_path, "data.batch_size=32")
     assert [one.data.batch_size for one in asked] == [32, 32, 16, 8]
-    assert "The largest phase is training (data.batch_size=32, model.image_size=32)." in text
-    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, use" in text
+    assert "The run needs the most memory for training (data.batch_size=32, model.image_size=32)." in text
+    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, run" in text
 
 
 def test_the_rejection_names_the_evaluation_batch_that_would_fit(
@@ -88,8 +88,8 @@ def test_the_rejection_names_the_evaluation_batch_that_would_fit(
 
     _predicting(monkeypatch, phases)
     text = _rejected(tmp_path, "data.eval_batch_size=64")
-    assert "The largest phase is evaluation (data.eval_batch_size=64, model.image_size=32)." in text
-    assert "data.eval_batch_size=16 would fit. To find recipes that fit, use" in text
+    assert "The run needs the most memory for evaluation (data.eval_batch_size=64, model.image_size=32)." in text
+    assert "data.eval_batch_size=16 would fit. To find recipes that fit, run" in text
 
 
 @pytest.mark.slow
@@ -179,9 +179,9 @@ def test_workers_are_printed_and_count_in_the_container(
     monkeypatch.setattr(budget, "memory_limit_bytes", lambda: limit)
     config = of_run(memory="1TB")
     config = config.model_copy(update={"data": config.data.model_copy(update={"num_workers": 64})})
-    with pytest.raises(UserError, match=r"data\.num_workers=64: the run needs about .* together more than this"):
+    with pytest.raises(UserError, match=r"data\.num_workers=64: the run needs about .* this machine or its container has"):
         run(config, tmp_path / "run")
-    assert "The worker processes (data.num_workers=64) take about " in unwrapped(capsys.readouterr().out)
+    assert "The worker processes (data.num_workers=64) need about " in unwrapped(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()
 
 
@@ -189,7 +189,7 @@ def test_workers_are_printed_and_count_in_the_container(
 def test_the_watch_covers_evaluation_and_costs(tmp_path: Path) -> None:
     run(_plain(["method=full", "trainer.progress=false"]), tmp_path / "run")
     for settings in (["cost_only=true"], [f"evaluate={tmp_path / 'run'}"]):
-        with pytest.raises(UserError, match=r"memory=1MB .*: stopped, because"):
+        with pytest.raises(UserError, match=r"memory=1MB .*: the run was stopped, because"):
             run(of_run(*settings, memory="1MB"), tmp_path / "other")
 
 
@@ -207,7 +207,7 @@ def test_marks_before_a_measurement_count_in_the_peak() -> None:
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _predicting(monkeypatch, lambda config: {"training": 0})
     with pytest.raises(
-        UserError, match=r"memory=100MB \(95\.4 MiB\): stopped, because .* [MG]iB were used by the process"
+        UserError, match=r"memory=100MB \(95\.4 MiB\): .* stopped, because .* [MG]iB of memory was used by the process"
     ):
         run(of_run(memory="100MB"), tmp_path / "run")
 

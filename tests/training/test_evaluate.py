@@ -79,7 +79,7 @@ def test_another_model_or_method_or_split_is_refused(configuration, finished, ch
     with pytest.raises(UserError) as caught:
         run(configuration(evaluate=str(finished[0]), **changes), finished[0])
     assert named in str(caught.value)
-    assert re.search(r"uses the (model, methods and splits|methods) of the run\. Leave out", str(caught.value))
+    assert re.search(r"uses the (model, methods and splits|methods) of the run\. Remove the", str(caught.value))
 
 
 def test_images_that_are_not_there_are_named(tmp_path, configuration, finished):

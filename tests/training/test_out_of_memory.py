@@ -51,10 +51,10 @@ def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> No
     assert failed.returncode == 2, failed.stderr
     assert "Traceback" not in failed.stderr
     message = unwrapped(failed.stderr).strip().splitlines()[-1]
-    assert re.match(r"Out of memory on the CPU: tried to allocate [\d.]+ [MG]iB; [\d.]+ [MG]iB are free\.", message)
-    assert "data.batch_size=1200, model.image_size (the network's own) and method=full" in message
+    assert re.match(r"Out of memory on the CPU: the run tried to allocate [\d.]+ [MG]iB, and [\d.]+ [MG]iB of ", message)
+    assert "data.batch_size=1200, model.image_size (default of the network) and method=full" in message
     assert "data.eval_batch_size (" in message
-    found = re.search(r"data\.batch_size=(\d+) is predicted to fit", message)
+    found = re.search(r"data\.batch_size=(\d+), the run is predicted to fit", message)
     assert found, message
     assert 8 <= int(found[1]) < 1200
     plain["data"]["batch_size"] = int(found[1])
@@ -75,9 +75,9 @@ _CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't
     [
         (
             RuntimeError(f"{_CPU} 1099511627776 bytes. Error code 12 (Cannot allocate memory)"),
-            " tried to allocate 1.00 TiB;",
+            " the run tried to allocate 1.00 TiB, and",
         ),
-        (MemoryError("Unable to allocate 2.00 TiB for an array with shape (1, 2)"), " tried to allocate 2.00 TiB;"),
+        (MemoryError("Unable to allocate 2.00 TiB for an array with shape (1, 2)"), " the run tried to allocate 2.00 TiB, and"),
         (MemoryError(), ""),
     ],
 )
@@ -86,9 +86,9 @@ def test_every_library_s_lack_of_memory_is_known(error: Exception, asked: str, m
     monkeypatch.setattr(module, "largest_batch", lambda *arguments: 96)
     with pytest.raises(UserError) as caught, _caught():
         raise error
-    assert re.match(rf"Out of memory on the CPU:{asked} [\d.]+ \w+ are free\. ", str(caught.value))
+    assert re.match(rf"Out of memory on the CPU:{asked} [\d.]+ \w+ of memory is free\. ", str(caught.value))
     same = "data.batch_size=64 trainer.grad_accum_steps=2"
-    assert f"data.batch_size=96 is predicted to fit (the same steps: {same}). To find recipes" in str(caught.value)
+    assert f"fit into memory. To keep the optimizer steps unchanged, use {same}. To find recipes" in str(caught.value)
 
 
 @pytest.mark.slow
@@ -97,14 +97,14 @@ def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
     with (
         pytest.raises(
-            UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7 is predicted to fit \(exact, "
+            UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7, .* fit \(exact gradients"
         ),
         _caught(),
     ):
         raise MemoryError
     monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda *arguments: 0)
-    with pytest.raises(UserError, match=r"No batch size is predicted to fit\. Choose a smaller model"), _caught():
+    with pytest.raises(UserError, match=r"No batch size is predicted to fit into memory\. Choose"), _caught():
         raise MemoryError
 
 

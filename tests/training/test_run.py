@@ -109,8 +109,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused(steps, tmp_path, configuration)
     with pytest.raises(SettingError) as caught:
         run(configuration(optim__warmup_steps=steps, optim__lr=0.01), tmp_path)
     assert str(caught.value) == (
-        f"optim.warmup_steps must be less than 22, the optimizer steps of trainer.epochs=2, got {steps}. The learning"
-        " rate would never reach optim.lr=0.01. optim.warmup_steps=null is a quarter of the run and at most 100 steps."
+        f"optim.warmup_steps must be less than 22, the number of optimizer steps in the run (trainer.epochs=2), got {steps}."
+        " The learning rate would never reach optim.lr=0.01. With optim.warmup_steps=null, the warm-up takes a quarter of"
+        " the run, but at most 100 steps."
     )
     assert not (tmp_path / checkpoint.NAME).exists()
 

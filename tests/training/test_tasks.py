@@ -227,7 +227,7 @@ def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -
 
 def test_evaluate_refuses_other_classes(tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]) -> None:
     swapped = {"colours": {"root": str(folders / "planes")}}
-    with pytest.raises(UserError, match=r"the classes in .*planes.* must be the classes of the run"):
+    with pytest.raises(UserError, match=r"the classes in .*planes.* differ from the classes of the run"):
         run(config_of(folders, evaluate=str(straight[0]), tasks=swapped), tmp_path)
     with pytest.raises(UserError, match=r"tasks\.planes\.val_fraction=0\.5 \(the run has 0\.1\)"):
         run(config_of(folders, evaluate=str(straight[0]), tasks={"planes": {"val_fraction": 0.5}}), tmp_path)

@@ -40,6 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     report, store = features.report(), features.store
     missing = store.missing()
     show(
-        f"{report['computed']} computed, {store.rows - missing - report['computed']} already stored, {missing} missing:"
-        f" {format_bytes(report['bytes'])} in {shown_path(store.folder)}"
+        f"Features: {report['computed']} computed, {store.rows - missing - report['computed']} already stored,"
+        f" {missing} missing. Size: {format_bytes(report['bytes'])}. Folder: {shown_path(store.folder)}"
     )

@@ -194,7 +194,7 @@ def _to_count(table: Table, row: Row) -> tuple[str, ...]:
 
 
 #: Sizes in MiB of the fp32 activations in BSR's Table 1. The network has 197 tokens, 384 channels, 6 heads and an
-# expansion ratio of 4.
+#: expansion ratio of 4.
 _ACTIVATIONS = {
     "self_attention": 4 * 3 * 197 * 384 / 2**20,
     "softmax": 4 * 6 * 197**2 / 2**20,

@@ -228,6 +228,6 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
     except UnknownSetting as error:
         raise known_here(loader, error) from None
     if config.evaluate is not None:
-        raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove it from the file.")
+        raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove this setting.")
     refuse_data(parsed, config)
     return ComposedJob(job, config, written)

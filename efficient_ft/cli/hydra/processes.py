@@ -25,7 +25,7 @@ from efficient_ft.core.parsing import parse_json
 GRACE = 60.0
 
 #: Environment variables that set the number of threads of numeric libraries. If the user has set a variable, its value
-# is kept.
+#: is kept.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS")
 
 

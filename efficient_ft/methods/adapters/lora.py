@@ -75,8 +75,7 @@ class LoRA(Method):
         self.rank, self.alpha, self.targets, self.dropout = rank, float(alpha), targets, float(dropout)
         self.as_published = as_published
         self._adapted: tuple[str, ...] = ()
-        # Names of attention modules that read the weight of their qkv layer. While the method is applied, these modules
-        # call the qkv layer instead.
+        # Attention modules that call their qkv layer instead of reading its weight while the method is applied.
         self._reached: tuple[str, ...] = ()
         # Values of `requires_grad` before `apply`, keyed by parameter name.
         self._before: dict[str, bool] = {}
@@ -87,9 +86,7 @@ class LoRA(Method):
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            raise UserError(
-                f"method {self.name}: the model already has peft adapters. Merge or unload these adapters first."
-            )
+            raise UserError(f"method {self.name}: the model already has peft adapters. Merge or unload the adapters.")
         outside = frozenset(view.outside)  # new layers are trained directly, without adapters
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
@@ -107,15 +104,13 @@ class LoRA(Method):
             r=self.rank,
             lora_alpha=self.alpha,  # type: ignore[arg-type]
             lora_dropout=self.dropout,
-            # A regular expression is used because it must match the entire name, whereas names in a list also match as
-            # suffixes.
+            # A regular expression is used, because names in a list would also match as suffixes.
             target_modules="|".join(re.escape(name) for name in self._adapted),
             rank_pattern={re.escape(x.name): self._rank(x.name) for x in chosen if self._rank(x.name) != self.rank},
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
-        # `peft` freezes all parameters except those of the adapters. Make the other trained parameters, such as those
-        # of the head, trainable again.
+        # `peft` freezes all parameters except those of the adapters. Make the other trained parameters trainable again.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:

@@ -63,8 +63,7 @@ class _ExpertsForward(OwnForward):
             " the numbers of the example input for all images.",
             "Run the network in PyTorch, or train a network without experts.",
         )
-        # Activations are not packed here, because packing processes each image separately, whereas an expert receives
-        # tokens of several images.
+        # Packing processes each image separately, whereas an expert receives tokens of several images.
         with packing_suspended():
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
@@ -76,8 +75,7 @@ class _ExpertsForward(OwnForward):
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
-        # A stable sort is used instead of topk, so that ties are reproducible. For example, all probabilities of a new
-        # gate are equal.
+        # A stable sort is used instead of topk, so that ties (as in a new gate) are reproducible.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
@@ -118,8 +116,7 @@ def _balance_loss(probability_TE: Tensor, expert_TK: Tensor) -> Tensor:
 class ExpertsMethod(Method):
     """Base class of the methods with experts (`MoE`, `BSRMoE`).
 
-    This class implements the experts, one router for each task, and the balance loss. The settings are described in
-    `MoE`.
+    This class implements the experts, one router for each task, and the balance loss. For the settings, see `MoE`.
     """
 
     adds: frozenset[Adds] = frozenset({Adds.MODULES, Adds.LOSS})
@@ -267,8 +264,8 @@ class MoE(ExpertsMethod):
         norm_topk_prob: if True, the weights of the experts of each token are normalized so that their sum is 1.
         aux_loss_coef: coefficient of the balance loss in `total_loss`. Must be non-negative. The balance loss is the
             sum of E · Σ fₑ · Pₑ over the blocks. fₑ is the fraction of the (token, expert) pairs that are routed to
-            expert e in the batch of one process, and Pₑ is the mean probability of expert e. BSR uses 0: BSR computes
-                the balance loss but does not add it to the loss. M³ViT and Switch Transformers use 0.01.
+            expert e in the batch of one process, and Pₑ is the mean probability of expert e. BSR uses 0,
+            that is, the balance loss is not added to the loss. M³ViT and Switch Transformers use 0.01.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or

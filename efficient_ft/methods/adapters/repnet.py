@@ -1,7 +1,7 @@
 """Rep-Net: add trainable side modules in parallel with some blocks of a frozen network.
 
 Source: Yang, Rakin, Fan, "Rep-Net: Efficient On-Device Learning via Feature Reprogramming", CVPR 2022. The
-    implementation follows the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and
+implementation follows the baseline in "Block Selective Reprogramming" (BSR, CVPR Workshops 2024; Figure 3 and
 Equation 7): a_{i+1} = f_M(a_i) + f_S(a_i). Here, f_M is a frozen block of the network, and f_S is a trainable side
 module. The BSR paper also applies Rep-Net to transformers. The positions and sizes of the modules are derived from the
 costs in Table 5 of the BSR paper (see docs/methods/repnet.md).
@@ -112,7 +112,7 @@ class RepNet(Method):
                 f"method {self.name}: side modules support only the blocks of ResNet, MobileNet, ViT and DeiT. The"
                 f" blocks of {view.name} are {classes_in_words(view)}. Use lora or bitfit instead."
             )
-        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: block not listed in blocks"))
+        skipped = dict.fromkeys(blocks, Skipped(Reason.NOT_CHOSEN, "no side module: the block is not listed in blocks"))
         skipped |= {
             name: Skipped(Reason.OTHER_FORM, "unsupported type of block") for name in blocks if name not in able
         }
@@ -129,7 +129,7 @@ class RepNet(Method):
         else:
             wanted = list(blocks_at(view, f"method.{self.name}.blocks", self.blocks))
             if unable := [name for name in wanted if name not in able]:
-                why = f"{unable[0]} of {view.name} does not support side modules"
+                why = f"the block {unable[0]} of {view.name} does not support side modules"
                 raise self.setting_error("blocks", f"a list of indices of the blocks {', '.join(able)} ({why})")
         chosen = [name for name in train if name in wanted]
         if not chosen:

@@ -28,10 +28,9 @@ from efficient_ft.models.view import ModelView, Reason, Skipped
 
 #: If the input of a block is downsampled by at least this factor, the kernel size of the block's module is limited to
 #: 3. For images of 224×224 pixels, the pooled feature map then has 3×3 positions. The paper does not specify this
-# factor. A factor of 32 and as many hidden channels as input channels reproduce the four published memory sizes that
-# depend on these two choices. The sizes are 37 MB and 65 MB for TinyTL, 31 MB for FT-Last, and 192 MB for FT-Norm+Last.
-# If all kernels had size 5, TinyTL
-#: would require 42 MB instead of 37 MB.
+#: factor. A factor of 32 and as many hidden channels as input channels reproduce the four published memory sizes that
+#: depend on these two choices. The sizes are 37 and 65 MB for TinyTL, 31 MB for FT-Last, and 192 MB for FT-Norm+Last.
+#: If all kernels had size 5, TinyTL would require 42 MB instead of 37 MB.
 COARSE = 32
 
 

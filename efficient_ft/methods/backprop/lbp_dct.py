@@ -18,7 +18,7 @@ from efficient_ft.ops.projection import CosineProjector
 
 @register
 class LBPDCT(LowRankBackward):
-    """Compute the gradients of linear layers from the lowest DCT-II components of the token grid.
+    """Approximate the gradients of linear layers with the lowest-frequency DCT-II components of the token grid.
 
     Args:
         order: order of the low-pass filter. Must be from 1 to 15. The number of components equals the number of bases

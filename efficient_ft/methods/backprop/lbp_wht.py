@@ -29,7 +29,7 @@ ORDERS = {"l1": 15, "linf": 8, "lhe": 15}
 
 @register
 class LBPWHT(LowRankBackward):
-    """Compute the gradients of linear layers from a few Walsh–Hadamard bases of each 8×8 block of the token grid.
+    """Approximate the gradients of linear layers with a few Walsh–Hadamard bases for each 8×8 block of the token grid.
 
     Args:
         bases: criterion for the selection of R of the 64 bases (i, j). ``l1``: all bases with i + j ≤ order − 1. The
@@ -120,7 +120,7 @@ class LBPWHT(LowRankBackward):
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        # A layer receives no gradient, for example, in the last block of a model that classifies only by its class token.
+        # For example, a layer in the last block receives no gradient if the model classifies only by its class token.
         if not energy.any():
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()

@@ -63,8 +63,8 @@ class LowRankLinear(nn.Linear):
         grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
-                f"Low-rank backward: the grid positions of the {x.shape[1]} input tokens are unknown. Tokens have been"
-                " merged, or the images do not have the size for which the model was built."
+                f"Low-rank backward pass: the grid positions of the {x.shape[1]} input tokens are unknown. Tokens have"
+                " been merged, or the images do not have the size for which the model was built."
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
@@ -77,9 +77,9 @@ class LowRankLinear(nn.Linear):
                 return super().forward(x)
         if x.shape[1:-1].numel() != projection.tokens:
             raise UserError(
-                f"Low-rank backward: a layer received {x.shape[1]} tokens, but {how.tokens.prefix} prefix tokens and a"
-                f" grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size of the"
-                " training images."
+                f"Low-rank backward pass: a layer received {x.shape[1]} tokens, but {how.tokens.prefix} prefix tokens"
+                f" and a grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size"
+                " of the training images."
             )
         return low_rank_linear(x, self.weight, self.bias, projection)
 
@@ -186,8 +186,8 @@ class LowRankBackward(Method):
         If the projector is selected only after profiling, return a placeholder with the same rank and cost.
 
         Args:
-            layer: linear layer or 1×1 convolution of the view. `layer.tokens` is the token layout, and `layer.channels`
-                is (C_in, C_out).
+            layer: linear layer or 1×1 convolution from the view of the model. `layer.tokens` is the token layout, and
+                `layer.channels` is (C_in, C_out).
 
         Raises:
             SettingError: If a setting is not valid for this layer. If a projector cannot project a grid, its method
@@ -216,8 +216,7 @@ class LowRankBackward(Method):
                 exact[layer.name] = Skipped(Reason.EXACT_IS_CHEAPER, why)
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
-        # The model is changed only after all layers have been checked, so that the model is unchanged if an error is
-        # raised.
+        # The model is changed only after all layers have been checked, so that an error leaves the model unchanged.
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
             layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
@@ -253,7 +252,8 @@ class LowRankBackward(Method):
             projection = self.projector_for(layer).projection(tokens.grid, tokens.prefix, layer.channels)
         except ValueError as error:
             raise UserError(
-                f"method {self.name}: no projection for {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid: {error}."
+                f"method {self.name}: the layer {layer.name} on a {tokens.grid[0]}×{tokens.grid[1]} grid cannot be"
+                f" projected: {error}."
             ) from error
         exact, low_rank = backward_flops(projection, layer.channels)
         if self.as_published or low_rank < exact:

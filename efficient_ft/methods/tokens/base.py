@@ -1,8 +1,7 @@
 """Base classes of the methods that drop or merge tokens by replacing the forward passes of transformer blocks.
 
 A transformer block consists of two halves: attention and the feed-forward network. The number of tokens is reduced
-    between
-the two halves of a block or after the second half. Each block passes a record of the remaining tokens
+between the two halves of a block or after the second half. Each block passes a record of the remaining tokens
 (`ops.tokens.Tokens`) to the next block.
 """
 
@@ -91,11 +90,11 @@ class Place(NamedTuple):
 
 
 class TokenForward(OwnForward):
-    """Forward pass of a block that keeps all tokens in a model in which other blocks drop or merge tokens.
+    """Forward pass of a block that keeps all its tokens, while other blocks of the model drop or merge tokens.
 
     The record of the tokens is taken from the input and attached to the output. If a block has several such forward
-        passes, only one of them runs: the outermost forward pass that drops or merges tokens, or the innermost forward
-        pass if none of them does.
+    passes, only one of them runs: the outermost forward pass that drops or merges tokens, or the innermost forward pass
+    if none of them does.
     """
 
     def __init__(self, module: nn.Module, place: Place) -> None:
@@ -118,8 +117,7 @@ class TokenForward(OwnForward):
     def popped(self, x: Tensor, others: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Tokens | None]:
         """Return x and the record of its tokens.
 
-        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions. A
-        mask and positions refer to all tokens.
+        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions.
         """
         if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
             name = self.method_name
@@ -240,9 +238,9 @@ class TokenMethod(Method):
                 )
             if type(block).forward is not Block.forward or foreign_forward(block) is not None:
                 raise UserError(
-                    f"method {self.name}: {name} of {view.name} ({type(block).__name__}) has its own forward pass,"
-                    " which this method would replace with the forward pass of timm's Block. Use a network with timm's"
-                    " Block, or move the change into the block's attn or mlp, whose forward passes are kept."
+                    f"method {self.name}: the block {name} of {view.name} ({type(block).__name__}) has its own forward"
+                    " pass, which this method would replace with the forward pass of timm's Block. Use a network with"
+                    " timm's Block, or move the change into the block's attn or mlp, whose forward passes are kept."
                 )
 
     def refuse_unfit_model(self, view: ModelView) -> None:

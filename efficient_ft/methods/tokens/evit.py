@@ -58,8 +58,8 @@ class DropsTokens(TokenMethod):
                 height, width = view.image_size
                 raise self.setting_error(
                     "keep_rate",
-                    f"low enough to drop tokens in every block of drop_at ({name} receives {count} patch tokens and"
-                    f" keeps {kept}{' and a fused token' if left > kept else ''})",
+                    f"low enough to drop tokens in every block of drop_at (the block {name} receives {count} patch"
+                    f" tokens and keeps {kept}{' and a fused token' if left > kept else ''})",
                     f"Use images larger than {height}×{width}, or drop tokens in fewer blocks.",
                 )
             count = left
@@ -104,7 +104,7 @@ class EViT(DropsTokens):
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         dropping = self._drop_tokens(model, view)
-        why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: block not listed in drop_at")
+        why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: the block is not listed in drop_at")
         others = {name: why for name in view.blocks if name not in dropping}
         fused = ", and fuse the other tokens into one token" if self.fuse else ""
         summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"

@@ -1,8 +1,8 @@
 """ALaST: in each step, train some of the blocks and drop tokens, depending on a budget for each block.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. The settings cover details that the paper does not specify, and details that the authors
-later described differently.
+Transformer Fine-Tuning", 2024. The settings determine details that the paper does not specify or that the authors later
+described differently.
 """
 
 from __future__ import annotations
@@ -183,8 +183,8 @@ class ALaST(LayersPerStep, TokenMethod):
                 raise self.setting_error(
                     "budget_init",
                     "a number that leaves patch tokens after all blocks",
-                    f"None of the {positions} patch tokens would be left after {name}. Use images larger than"
-                    f" {height}×{width}.",
+                    f"None of the {positions} patch tokens would be left after the block {name}. Use images larger"
+                    f" than {height}×{width}.",
                 )
 
     def _notes(self) -> tuple[str, ...]:

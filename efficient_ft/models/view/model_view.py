@@ -36,7 +36,7 @@ class ModelView:
         stages: Block names of each stage, in order. An isotropic transformer is divided into four equal stages.
         stage_extras: Names of the other modules of each stage, e.g. downsampling.
         blocks: Names of all blocks.
-        head: Names of the classifier's modules; see `models.view.head`.
+        head: Names of the classifier's modules. See `models.view.head`.
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase for reports about an inferred head. It is empty if the model or the user declares the head.
         tail: Names of the modules that run after the last stage (norms, decoder, head).

@@ -46,19 +46,20 @@ from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
 from efficient_ft.training.trainer import on_device
 
-#: Assumed memory of a data-loading process in bytes, without its batches. The forked process writes to few pages.
+#: Assumed memory of a data-loading process in bytes, excluding its batches. The value is small, because a forked
+#: process shares most pages with its parent.
 _WORKER = 96 * 2**20
 #: Number of batches that each data-loading process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
 
 
 class Predictor:
-    """Predict the memory of a run. Settings such as the batch size may differ between predictions.
+    """Callable that predicts the memory of a run for different settings, for example different batch sizes.
 
     Args:
         config: the configuration of the run.
-        images: the opened data, or None if they are missing. Without data, evaluation images are assumed to have the
-            size of training images.
+        images: the opened data, or None if the data are missing. In this case, evaluation images are assumed to have
+            the size of training images.
         base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
         device: the device on which the run trains.
         folder: the run folder, or None. If the run would resume from a checkpoint in this folder, the prediction
@@ -80,7 +81,7 @@ class Predictor:
         self._inspection: int | None = None
 
     def network(self, config: Config) -> nn.Module:
-        """Return the network of a run. It is on the meta device unless a method reads weights in the first steps."""
+        """Return the network of a run, on the meta device unless a method reads the weights in the first steps."""
         warm = any(method.warmup_steps for method in build_methods(config))
         key = config.model.model_dump_json() + str(warm)
         if key not in self._networks:
@@ -102,7 +103,7 @@ class Predictor:
         return predict(self.demand(config), self.base_bytes, allocator_in_use(), self._device.type)
 
     def readings(self, config: Config) -> tuple[Reading, Reading]:
-        """Return the memory for reading training batches and for reading evaluation batches."""
+        """Return the memory required to read training batches and the memory required to read evaluation batches."""
         size = factory.input_of(config.model).size
         if self._images is None:
             return Reading(size), Reading(size)
@@ -114,14 +115,14 @@ class Predictor:
         return found[0], found[1]
 
     def demand(self, config: Config) -> Demand:
-        """Count the memory in each phase of a run."""
+        """Count the memory that each phase of a run requires."""
         key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
         if key not in self._steps:
             self._steps[key] = self._step(config)
         return replace(self.around(config, build_methods(config)), **self._steps[key])
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the memory in each phase except the training step. `methods` are applied to the evaluated network."""
+        """Count the memory that each phase except the training step requires. `methods` are applied for evaluation."""
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
@@ -206,7 +207,7 @@ class Predictor:
 def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     """Return the sizes of the largest training batch and of the largest evaluation batch."""
     train, evaluated = config.data.batch_size, config.data.eval_batch_size or config.data.batch_size
-    if images is None or len(images.parts) > 1:  # split sizes are unknown, or do not limit batches
+    if images is None or len(images.parts) > 1:  # the split sizes are unknown or do not limit the batch sizes
         return train, evaluated
     (part,) = images.parts.values()
     others = [count for split, count in part.splits.items() if split != "train"]
@@ -223,7 +224,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
     Raises:
         UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
-            container has. The message suggests settings that fit.
+            container has. The error message suggests settings that fit.
     """
     budget, device = budget_of(config), on_device(config)
     if budget is None:
@@ -232,12 +233,12 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
         say(
-            f"memory={config.memory} ({format_bytes(budget)}) is more than this machine or its container has. The"
-            f" budget is {format_bytes(limit)}."
+            f"memory={config.memory} ({format_bytes(budget)}): this machine or its container has less memory. The budget"
+            f" is reduced to {format_bytes(limit)}."
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
-    predictor.demand(config)  # loads libraries, so that `base_bytes` includes them
+    predictor.demand(config)  # loads libraries, so that `base_bytes` includes their memory
     predictor.forget()
     if on_cpu:
         LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads optional libraries
@@ -245,10 +246,10 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
-        base = f", {format_bytes(predicted.base_bytes)} of them for the interpreter and its libraries" if on_cpu else ""
+        base = f" The interpreter and libraries use {format_bytes(predicted.base_bytes)} of this memory." if on_cpu else ""
         raise UserError(
             f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-            f" {format_bytes(predicted.peak_bytes)}{base}. The largest phase is {predicted.phase}"
+            f" {format_bytes(predicted.peak_bytes)} of memory.{base} The run needs the most memory for {predicted.phase}"
             f"{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
         )
     _require_room(config, predictor, predicted, device)
@@ -258,7 +259,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
 
 
 def _decided_by(config: Config, phase: str) -> str:
-    """Return a text in parentheses with the settings that determine the memory of a phase."""
+    """Return the settings that determine the memory of a phase, in parentheses, or an empty string."""
     data, kind = config.data, kind_of(config)
     noun = kind.task.sample
     if phase in ("training", "reading training batches"):
@@ -266,18 +267,18 @@ def _decided_by(config: Config, phase: str) -> str:
     if phase in ("evaluation", "reading evaluation batches", "evaluating the saved weights"):
         size = kind.evaluation_size(config)
         if data.eval_batch_size is None:
-            return f" (data.eval_batch_size=null: batches of {data.batch_size} {noun}s, {size})"
+            return f" (data.eval_batch_size=null, so batches contain {data.batch_size} {noun}s; {size})"
         return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
     if phase in ("predicting examples", "inspecting the data"):
-        return f" (the size of the {noun} files)"
+        return f" (the size of the {noun} files determines this memory)"
     return ""
 
 
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
-    """Return sentences that suggest settings that fit into the budget, and the command that finds more recipes."""
+    """Return sentences that suggest settings within the budget and the command for finding more recipes."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
-        return "No recipe of this model fits. Pass a larger memory=, or choose a smaller model."
-    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={config.memory}."
+        return "No recipe for this model fits into this budget. Increase memory, or choose a smaller model."
+    plan = f"To find recipes that fit, run efficient-ft plan with the same model, data, and memory={config.memory}."
     for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
@@ -292,7 +293,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
         The changed configuration, or None if no sizes fit.
     """
     changed: Config | None = config
-    with suppress(UserError):  # raised if the network cannot process images of this size
+    with suppress(UserError):  # the network may not support images of this size
         while changed is not None:
             predicted = predictor(changed)
             if predicted.peak_bytes <= budget:
@@ -302,7 +303,7 @@ def fitting(config: Config, predictor: Predictor, budget: int) -> Config | None:
 
 
 def _smaller(config: Config, phase: str) -> Config | None:
-    """Return a configuration with which a phase needs less memory, or None if no setting has this effect."""
+    """Return a configuration that reduces the memory of a phase, or None if no setting reduces this memory."""
     data, trainer = config.data, config.trainer
     if phase.startswith("reading") and data.num_workers == 0 and kind_of(config).decodes_files:
         return config.model_copy(update={"data": data.model_copy(update={"num_workers": 1})})
@@ -325,33 +326,33 @@ def _smaller(config: Config, phase: str) -> Config | None:
 
 
 def _changes(config: Config, fits: Config) -> str:
-    """Return the settings of `fits` that differ from `config`, as on the command line."""
+    """Return the settings in which `fits` differs from `config`, as arguments of the command line."""
     names = "model.image_size data.batch_size trainer.grad_accum_steps data.eval_batch_size data.num_workers"
     values = {name: attrgetter(name) for name in names.split()}
     return " ".join(f"{name}={value(fits)}" for name, value in values.items() if value(fits) != value(config))
 
 
 def _require_room(config: Config, predictor: Predictor, predicted: Prediction, device: torch.device) -> None:
-    """Print the memory of the workers. Raise UserError if the run and its workers do not fit into the container."""
+    """Print the memory of the worker processes. Raise UserError if the memory of the container is not sufficient."""
     workers = predictor.workers(config)
     count = config.data.num_workers
     if workers:
         say(
-            f"Memory: about {format_bytes(predicted.peak_bytes)} of memory={config.memory} are needed. The worker"
-            f" processes (data.num_workers={count}) take about {format_bytes(workers)} in addition."
+            f"The run needs about {format_bytes(predicted.peak_bytes)} of its memory budget ({config.memory}). The worker"
+            f" processes (data.num_workers={count}) need about {format_bytes(workers)} in addition."
         )
     own = predicted.peak_bytes if device.type != "cuda" else resident_bytes()
     limit, allowed = memory_limit_bytes(), process_limit_bytes()
     if own + workers > limit:
         raise UserError(
-            f"data.num_workers={count}: the run needs about {format_bytes(own)} and its worker processes"
-            f" {format_bytes(workers)}, together more than this machine or its container has: {format_bytes(limit)}."
-            " Use data.num_workers=0, or smaller batches."
+            f"data.num_workers={count}: the run needs about {format_bytes(own)}, and its worker processes need about"
+            f" {format_bytes(workers)}, but this machine or its container has only {format_bytes(limit)}. Set"
+            " data.num_workers=0, or reduce the batch size."
         )
     if allowed is not None and own > allowed:
         raise UserError(
-            f"memory={config.memory}: the run needs about {format_bytes(own)}, and the limits of this process allow"
-            f" {format_bytes(allowed)}. Raise them (ulimit -v, ulimit -d), or use smaller batches."
+            f"memory={config.memory}: the run needs about {format_bytes(own)}, but the limits of this process allow"
+            f" only {format_bytes(allowed)}. Raise these limits (ulimit -v, ulimit -d), or reduce the batch size."
         )
 
 
@@ -384,7 +385,8 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Extrapolate linearly, because memory is nearly linear in the batch size. Then, reduce the estimate until it fits.
+    # Extrapolate linearly, because memory is nearly linear in the batch size. Then reduce the batch size until its
+    # predicted memory fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -1,8 +1,8 @@
 """Libraries that only some recipes load, and the memory that these libraries add to a process on a CPU.
 
-A library is loaded when a method is applied or during the first step. The memory before the model is built is measured
-earlier and does not include the library. A prediction therefore adds the size of the library, which does not depend on
-the batch.
+A library is loaded when a method is applied or during the first step. The process memory that is measured before the
+model is built does not include the library. Therefore, a prediction adds the size of the library, which does not depend
+on the batch size.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
 
 
 class LibrarySizes:
-    """Measure the memory that libraries add to this process. Each library is loaded and measured on first use."""
+    """Callable that loads libraries and measures their memory in this process. Each library is measured once."""
 
     def __init__(self) -> None:
         self._bytes: dict[str, int] = {}
 
     def __call__(self, names: Collection[str]) -> int:
-        """Return the total size of the libraries in bytes. Libraries that were already loaded count as 0 bytes."""
+        """Return the total size of the libraries in bytes. If other code has loaded a library, its size is 0."""
         for name in names:
             if name not in self._bytes:
                 release_freed_memory()
@@ -43,7 +43,7 @@ class LibrarySizes:
 
 
 def load(name: str) -> None:
-    """Load a library, given a name that `libraries` returned."""
+    """Load the library `name`, which must be a result of `libraries`."""
     if name == _KERNELS:
         cpu.load()
     else:

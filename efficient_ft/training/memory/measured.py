@@ -1,8 +1,8 @@
 """Measure the memory of the training process during optimizer steps of a run.
 
-Steps of the training are measured instead of steps of the cost report. In the cost report, memory that the allocator
-has kept from the training would hide the growth. The measured steps precede the first evaluation, because memory that
-the allocator keeps from the evaluation would be attributed to a step.
+The measured steps are training steps instead of steps of the cost report, because memory that the allocator keeps after
+training would hide the growth. The measured steps precede the first evaluation. Otherwise, memory that the allocator
+keeps after evaluation would be attributed to a step.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
 
-#: Number of steps before the measurement. They load kernels and create optimizer states. Methods may need more steps.
+#: Number of steps before the measurement. These steps load kernels and create optimizer states. Methods may require
+#: additional steps (`warmup_steps`).
 WARMUP = 2
 #: Number of measured optimizer steps.
 STEPS = 3
 
 
 class MemoryMeter(L.Callback):
-    """Measure the memory of some early optimizer steps, each from its first to its last micro-batch.
+    """Callback that measures the memory of some early optimizer steps, each from its first to its last micro-batch.
 
     If the first evaluation starts before these steps are complete, the last steps before the evaluation are measured.
     Place this callback before callbacks that write checkpoints. A resumed run keeps the sizes that were measured before
-    it was interrupted.
+    the interruption.
 
     Args:
         methods: the methods of the run.
@@ -46,7 +47,7 @@ class MemoryMeter(L.Callback):
         """Return the record for results.json, or None if no step was measured.
 
         Args:
-            step_peak_bytes: counted peak memory of a step without the model and the batch
+            step_peak_bytes: counted peak memory of a step in bytes, excluding the model and the batch
                 (`cost.Executed.step_peak_bytes`).
             accumulated_bytes: size of the gradients that are kept between micro-batches. See `accumulated_gradients`.
         """

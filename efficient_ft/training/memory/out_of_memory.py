@@ -1,6 +1,7 @@
 """Messages for out-of-memory errors.
 
-A message states the failed allocation, the settings that determine the memory, and a batch size that fits.
+Each message states the size of the failed allocation, the settings that determine the memory, and a batch size that
+fits.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.training.memory.budget import largest_batch, smaller_evaluation
 from efficient_ft.training.trainer import on_device
 
-#: Substrings of the messages of out-of-memory errors of torch that have no specific exception class.
+#: Substrings of torch's messages for out-of-memory errors that have no specific exception class.
 _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", "CUDA out of memory")
 #: Pattern for the size of the failed allocation in error messages of torch and NumPy.
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
-#: Methods with short descriptions. They are suggested, in this order, if no batch size fits.
+#: Methods that are suggested, in this order, if no batch size fits, and short descriptions of the methods.
 _SMALLER = (
-    (("full", "checkpointing"), "exact, computes each block twice"),
-    (("last_stage",), "trains the last blocks"),
-    (("head",), "trains the classifier"),
+    (("full", "checkpointing"), "exact gradients; each block is computed twice"),
+    (("last_stage",), "only the last blocks are trained"),
+    (("head",), "only the classifier is trained"),
 )
 
 
 @contextmanager
 def out_of_memory(config: Config) -> Iterator[None]:
-    """Convert out-of-memory errors in the ``with`` block to messages that suggest a batch size.
+    """Inside a ``with`` block, convert out-of-memory errors to errors whose messages suggest a batch size.
 
-    The memory of this batch size is predicted in the same way as for the setting ``memory``. The objects of the block
-    are freed first.
+    The memory is predicted in the same way as for the setting ``memory``. Before the prediction, the objects in the
+    block are freed.
 
     Raises:
         UserError: If the device or the process has too little memory, or if a data-loading process was killed.
@@ -61,21 +62,21 @@ def out_of_memory(config: Config) -> Iterator[None]:
         _forget(error)
     asked = _asked(text)
     data, size = config.data, config.model.image_size
-    shape = "the network's own" if size is None else size
+    shape = "default of the network" if size is None else size
     where = {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
     if device.type == "cuda":
         where = f"the GPU ({torch.cuda.get_device_name(device)})"
     raise UserError(
-        f"Out of memory on {where}:{'' if asked is None else f' tried to allocate {format_bytes(asked)};'}"
-        f" {format_bytes(free)} are free. The memory of a step depends on data.batch_size={data.batch_size},"
-        f" model.image_size ({shape}) and method={'+'.join(config.method)}, and the memory of evaluation on"
+        f"Out of memory on {where}: {'' if asked is None else f'the run tried to allocate {format_bytes(asked)}, and '}"
+        f"{format_bytes(free)} of memory is free. The memory of a step depends on data.batch_size={data.batch_size},"
+        f" model.image_size ({shape}) and method={'+'.join(config.method)}. The memory of evaluation depends on"
         f" data.eval_batch_size ({data.eval_batch_size or data.batch_size})."
         f" {_what_fits(config, device)}"
     )
 
 
 def _forget(error: BaseException | None) -> None:
-    """Free the objects in the frames of an error and of its causes, e.g. the model and the activations of a step."""
+    """Free the objects that the frames of an error and of its causes reference, e.g. the model and activations."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
@@ -98,7 +99,7 @@ def _asked(text: str) -> int | None:
 
 
 def _room(device: torch.device) -> int:
-    """Return the memory that this process can use in bytes: its current memory plus the free memory."""
+    """Return the number of bytes that this process can use: its current memory plus the free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -106,26 +107,27 @@ def _room(device: torch.device) -> int:
 
 
 def _what_fits(config: Config, device: torch.device) -> str:
-    """Return sentences that suggest a batch size or a method that fits, and the command that finds other recipes."""
+    """Return sentences that suggest a batch size or a method, and the command for finding other recipes."""
     room = _room(device)
     memory = bytes_setting(room)
-    plan = f"To find recipes that fit, use efficient-ft plan with the same model, data and memory={memory}."
+    plan = f"To find recipes that fit, run efficient-ft plan with the same model, data, and memory={memory}."
     if config.tasks:
         return f"Reduce data.batch_size. {plan}"
     try:
         evaluated = smaller_evaluation(config, device, resident_bytes(), room)
         if evaluated is not None:
-            return f"data.eval_batch_size={evaluated} is predicted to fit. {plan}"
+            return f"With data.eval_batch_size={evaluated}, the run is predicted to fit into memory. {plan}"
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
-                f"A step is predicted to fit into {format_bytes(room)}: close other programs that use memory, or reduce"
-                f" data.batch_size or data.eval_batch_size. {plan}"
+                f"A training step is predicted to fit into {format_bytes(room)}. Close other programs that use memory, or"
+                f" reduce data.batch_size or data.eval_batch_size. {plan}"
             )
         if largest:
             wanted = config.data.eval_batch_size
             also = f" data.eval_batch_size={largest}" if wanted is not None and wanted > largest else ""
-            return f"data.batch_size={largest}{also} is predicted to fit{_same_steps(config, largest)}. {plan}"
+            same = _same_steps(config, largest)
+            return f"With data.batch_size={largest}{also}, the run is predicted to fit into memory.{same} {plan}"
         for methods, about in _SMALLER:
             smaller = config.model_copy(update={"method": {name: {} for name in methods}})
             if set(methods) != set(config.method) and (
@@ -133,18 +135,19 @@ def _what_fits(config: Config, device: torch.device) -> str:
             ):
                 names = methods[0] if len(methods) == 1 else f"[{','.join(methods)}]"
                 return (
-                    f"No batch size is predicted to fit with this method. method={names} data.batch_size={largest}"
-                    f" is predicted to fit ({about}). {plan}"
+                    f"With this method, no batch size is predicted to fit into memory. With method={names}"
+                    f" data.batch_size={largest}, the run is predicted to fit ({about}). {plan}"
                 )
-    except (UserError, RuntimeError, MemoryError):  # the prediction failed, e.g. for lack of memory
+    except (UserError, RuntimeError, MemoryError):  # the prediction failed, e.g. because it ran out of memory
         return f"Reduce data.batch_size. {plan}"
-    return f"No batch size is predicted to fit. Choose a smaller model or model.image_size. {plan}"
+    return f"No batch size is predicted to fit into memory. Choose a smaller model, or reduce model.image_size. {plan}"
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return settings for the same optimizer steps with micro-batches of at most `largest` samples, in parentheses."""
+    """Return a sentence with settings that keep the optimizer steps but reduce micro-batches to `largest` samples."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""
     parts = next(parts for parts in range(2, batch + 1) if batch % parts == 0 and batch // parts <= largest)
-    return f" (the same steps: data.batch_size={batch // parts} trainer.grad_accum_steps={accumulate * parts})"
+    settings = f"data.batch_size={batch // parts} trainer.grad_accum_steps={accumulate * parts}"
+    return f" To keep the optimizer steps unchanged, use {settings}."

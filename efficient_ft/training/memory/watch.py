@@ -1,8 +1,8 @@
 """Enforce the memory budget of a run.
 
-On a CPU, the budget limits the resident memory of the training process. This includes the interpreter and libraries,
-but not the data-loading workers. On CUDA, the budget limits the memory that PyTorch's allocator reserves, and the
-allocator enforces this limit.
+On a CPU, the budget limits the resident memory of the training process. This memory includes the interpreter and
+libraries, but not the data-loading workers. On CUDA, the budget limits the memory that PyTorch's allocator reserves,
+and the allocator enforces this limit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
 from efficient_ft.core.units import parse_bytes
 
-#: Polling intervals in seconds: the normal interval, and the interval above the fraction `_CLOSE` of the budget.
+#: Polling intervals in seconds. The shorter interval is used above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Fraction of the budget above which freed memory is returned to the system, at most once in this number of seconds.
+#: Above the fraction `_NEAR` of the budget, freed memory is returned to the system at intervals of at least
+#: `_RELEASE_INTERVAL` seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
-#: Seconds until a run that did not stop is interrupted again. An interrupt is lost if it arrives in a finalizer.
+#: Number of seconds after which a run that did not stop is interrupted again. Interrupts in finalizers are lost.
 _AGAIN = 5.0
-#: The signal that interrupts the main thread. In a Slurm job, SIGUSR1 and SIGUSR2 request a requeue, so they are not
-#: suitable.
+#: The signal that interrupts the main thread. SIGUSR1 and SIGUSR2 are not suitable, because these signals request a
+#: requeue in a Slurm job.
 _SIGNAL: signal.Signals = getattr(signal, "SIGURG", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
@@ -42,9 +43,9 @@ def budget_of(config: Config) -> int | None:
 
 
 class _PassedError(BaseException):
-    """Raised if the budget is exceeded.
+    """Exception that is raised if the memory budget is exceeded.
 
-    Its base is BaseException, so that ``except Exception`` in the block does not catch it.
+    The base class is BaseException, so that ``except Exception`` in the block does not catch this exception.
     """
 
 
@@ -52,12 +53,12 @@ class _PassedError(BaseException):
 def within_budget(config: Config, device: torch.device, *, armed: bool = True) -> Iterator[None]:
     """Inside a ``with`` block, stop the code with a UserError when the run exceeds its memory budget.
 
-    A thread polls the memory of the process and interrupts the main thread, which stops between two operations. The
-    files of the run are kept, and the same command with a larger budget continues from the last checkpoint. Nested uses
-    have no effect.
+    A thread polls the memory of the process and interrupts the main thread between two operations. The files of the run
+    are kept, and the same command with a larger budget continues from the last checkpoint. Nested ``with`` blocks have
+    no effect.
 
-    If `armed` is False, the code is stopped only after a call of `stop_from_now_on`. This allows a caller to predict
-    the memory first, because the message for a prediction above the budget is more helpful.
+    If `armed` is False, the code is stopped only after `stop_from_now_on` is called. A caller can then predict the
+    memory first. The error message for a prediction above the budget is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.
@@ -105,28 +106,28 @@ def stop_from_now_on(config: Config) -> None:
 
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
-        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): stopped, because {format_bytes(size)} were"
-        f" {how}. Pass a larger memory=, or a recipe that needs less memory: efficient-ft plan with the same model,"
-        f" data and memory={config.memory} finds recipes. The same command with a larger memory= continues from the"
-        " last checkpoint."
+        f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): the run was stopped, because"
+        f" {format_bytes(size)} of memory was {how}. With a larger value of memory, the same command continues from the"
+        f" last checkpoint. To find recipes that need less memory, run efficient-ft plan with the same model, data,"
+        f" and memory={config.memory}."
     )
 
 
 class _Watch(threading.Thread):
-    """Poll the resident memory of the process, and interrupt the main thread if it exceeds `budget`.
+    """Thread that polls the resident memory of the process and interrupts the main thread above the budget.
 
-    Near the budget, freed memory is returned to the system, because fragmentation makes the process grow slowly.
+    Near the budget, the thread returns freed memory to the system, because fragmentation makes the process grow slowly.
     """
 
-    #: The watch of this process, or None if no watch is running.
+    #: The running instance in this process, or None if no instance is running.
     running: _Watch | None = None
 
     def __init__(self, budget: int, armed: bool) -> None:
         super().__init__(name="memory budget", daemon=True)
-        #: Set at the end of the ``with`` block. Afterwards, pending interrupts have no effect.
+        #: Event that is set at the end of the ``with`` block. Afterwards, pending interrupts have no effect.
         self.ended = threading.Event()
         self._budget, self.armed = budget, armed
-        #: The largest memory above the budget in bytes, or 0 if the budget was not exceeded.
+        #: The largest memory that exceeded the budget, in bytes, or 0 if the budget was not exceeded.
         self.seen = 0
         _Watch.running = self
 
