@@ -1,8 +1,9 @@
-"""Apply methods in Hugging Face's `Trainer` with a callback, to any timm model in a `TimmWrapper` from transformers.
+"""Apply methods to a timm model in the Hugging Face `Trainer` with a callback.
 
-BSR trains two blocks of a ResNet, and Back Razor prunes their saved activations. The model has random weights, so the
-example works without internet access.
-`TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)` loads pretrained weights.
+BSR trains two blocks of a ResNet, and Back Razor prunes the saved activations of these blocks. The model has random
+weights, so the example requires no internet access.
+`TimmWrapperForImageClassification.from_pretrained("timm/resnet50.a1_in1k", num_labels=10)` loads a model with
+pretrained weights.
 
     pip install 'efficient-ft[transformers]'
     python examples/huggingface_trainer.py
@@ -21,12 +22,12 @@ from efficient_ft.methods import BSR, BackRazor, plain_state_dict
 
 
 def random_images(count: int) -> list[dict[str, Any]]:
-    """Return images and labels in the format of the Trainer's collator."""
+    """Return random images and labels in the format that the collator of `Trainer` expects."""
     return [{"pixel_values": torch.randn(3, 64, 64), "labels": index % 10} for index in range(count)]
 
 
 def main(steps: int = 6) -> dict[str, torch.Tensor]:
-    """Train for `steps` steps, resume from a checkpoint for two more, and return weights that plain timm loads."""
+    """Train for `steps` steps, resume for two more steps, and return weights that timm can load."""
     torch.manual_seed(0)
     config = TimmWrapperConfig(architecture="resnet10t", num_labels=10, model_args={"channels": (16, 32, 64, 128)})
     images = random_images(64)
@@ -34,7 +35,8 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
         for last in (steps, steps + 2):
             model = TimmWrapperForImageClassification(config)
             statistics = {name: b.clone() for name, b in model.timm_model.named_buffers()}
-            # The order of the list has no effect: BSR, a selection, is applied first.
+            # The order of the methods in the list has no effect. BSR selects the trained parameters and is applied
+            # first.
             callback = MethodCallback([BackRazor(sparsity=0.9), BSR(blocks=[2, 3], drop_at=[])])
             arguments = TrainingArguments(
                 output_dir=folder,
@@ -56,7 +58,7 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
     # The callback freezes BatchNorm statistics (frozen_bn=True), even in training mode.
     assert all(torch.equal(weights[name], before) for name, before in statistics.items())
     print("BatchNorm statistics are unchanged")
-    print(f"{trainer.state.global_step} steps; {len(weights)} tensors to save, the first: {next(iter(weights))}")
+    print(f"{trainer.state.global_step} steps. The first of {len(weights)} saved tensors is {next(iter(weights))}.")
     return weights
 
 

@@ -1,8 +1,8 @@
-"""Apply methods to your own LightningModule with a callback, without changing the module.
+"""Apply methods to a LightningModule with a callback. The LightningModule is not changed.
 
 LISA trains two blocks in each step, and a mixture of experts replaces the MLP of the last block. The callback adds the
-experts' balance loss to the result of `training_step`, freezes BatchNorm statistics, rejects strategies that are not
-compatible with the methods, and stores the methods' state in the checkpoint.
+balance loss of the experts to the result of `training_step` and freezes BatchNorm statistics. It rejects strategies
+that are not compatible with the methods, and stores the state of the methods in the checkpoint.
 
     python examples/lightning_module.py
     python examples/lightning_module.py --devices 2    # two processes on the CPU
@@ -24,7 +24,7 @@ from efficient_ft.methods import LISA, MoE
 
 
 class Classifier(L.LightningModule):
-    """Plain classifier whose network is the attribute `net`."""
+    """Image classifier whose network is stored in the attribute `net`."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Classifier(L.LightningModule):
         return F.cross_entropy(self.net(images), labels)
 
     def on_total_loss(self, loss: Tensor) -> None:
-        """Record the total loss, including the balance loss. This hook is optional."""
+        """Record the total loss, which includes the balance loss. The callback calls this optional hook."""
         self.losses.append(float(loss.detach()))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -63,7 +63,7 @@ def main(epochs: int = 2, devices: int = 1) -> list[float]:
     trainer = L.Trainer(
         accelerator="cpu",
         devices=devices,
-        # In each step, the blocks that LISA freezes receive no gradients. The callback rejects DDP without this option.
+        # The blocks that LISA freezes in a step receive no gradients. Therefore, DDP must search for unused parameters.
         strategy="ddp_find_unused_parameters_true" if devices > 1 else "auto",
         max_epochs=epochs,
         accumulate_grad_batches=2,
@@ -79,7 +79,7 @@ def main(epochs: int = 2, devices: int = 1) -> list[float]:
     for report in callback.reports:
         print(report)
     print(f"{trainer.world_size} process(es), {trainer.global_step} steps")
-    print(f"loss: {module.losses[0]:.3f} at first, {module.losses[-1]:.3f} at last")
+    print(f"loss: {module.losses[0]:.3f} in the first step, {module.losses[-1]:.3f} in the last step")
     return module.losses
 
 

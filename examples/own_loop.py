@@ -1,7 +1,8 @@
-"""Apply methods in a plain PyTorch training loop with a session.
+"""Apply methods in a plain PyTorch training loop with `MethodSession`.
 
-In each step, ALaST selects the trained blocks and the number of tokens that are passed on. LBP-WHT computes the
-gradients of the trained layers in a low-rank space. A small vision transformer learns handwritten digits from scratch.
+In each step, ALaST selects the trained blocks and the number of tokens that each block passes to the next block.
+LBP-WHT computes the gradients of the trained layers in a low-rank space. A small vision transformer learns handwritten
+digits from scratch.
 
     python examples/own_loop.py
 """
@@ -20,7 +21,7 @@ from efficient_ft.methods import LBPWHT, ALaST
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the digit images, (1797, 3, 32, 32) with values from -1 to 1, and their labels, in random order."""
+    """Return the digit images, with shape (1797, 3, 32, 32) and values in [-1, 1], and their labels, in random order."""
     images, labels = load_digits()
     images = torch.tensor(images, dtype=torch.float32)[:, None] / 8 - 1
     order = torch.randperm(len(images))
@@ -55,7 +56,7 @@ def main(steps: int = 60, batch_size: int = 32, file: str | None = None) -> floa
         accuracy = (model(images[-256:]).argmax(1) == labels[-256:]).float().mean().item()
     print(f"accuracy: {accuracy:.0%}")
     if file is not None:
-        session.save(file, whole=True)  # under timm's own names
+        session.save(file, whole=True)  # with the parameter names of timm
     return accuracy
 
 

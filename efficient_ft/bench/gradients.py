@@ -128,11 +128,11 @@ def image_folder(folder: Path, config: ModelConfig) -> ImageFolder:
         UserError: If the folder does not exist, or has no class folders with images.
     """
     if not folder.is_dir():
-        raise UserError(f"{folder}: no such folder.")
+        raise UserError(f"The folder {folder} does not exist.")
     try:
         return ImageFolder(str(folder), Transform(input_of(config)), loader=read_image, is_valid_file=is_image)
     except FileNotFoundError as error:
-        raise UserError(f"The folder {folder} must contain images in class folders (CLASS/*.jpg): {error}.") from error
+        raise UserError(f"The folder {folder} must contain images in class folders (CLASS/*.jpg). {error}") from error
 
 
 def shuffled_batches(images: ImageFolder, batch: int, count: int, skip: int, seed: int) -> Iterator[Batch]:

@@ -62,9 +62,10 @@ def leave_closed_pipe() -> NoReturn:
 
 @contextmanager
 def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
-    """Convert user mistakes, interrupts and closed pipes inside the ``with`` block to exit statuses. For a `UserError`,
-    the text of the error is printed and the status is 2. For Ctrl-C, the text `interrupted` is printed and the status
-    is 130. Other exceptions propagate with their traceback.
+    """Convert user mistakes, interrupts and closed pipes inside the ``with`` block to exit statuses.
+
+    For a `UserError`, the text of the error is printed and the status is 2. For Ctrl-C, the text `interrupted` is
+    printed and the status is 130. Other exceptions propagate with their traceback.
     """
     try:
         with signals_first():

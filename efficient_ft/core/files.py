@@ -1,6 +1,8 @@
-"""Functions that write files atomically and never write through a link. A file is never written partially, even if the
-process is killed or the power fails. Links are not followed, because another user of a shared folder could create a
-link to a different file of this user, and that file would be overwritten.
+"""Functions that write files atomically and never write through a link.
+
+A file is never written partially, even if the process is killed or the power fails. Links are not followed, because
+another user of a shared folder could create a link to a different file of this user, and that file would be
+overwritten.
 """
 
 from __future__ import annotations

@@ -400,6 +400,8 @@ def _with_colors(classes: Classes, entries: list[Entry], settings: MaskConfig) -
         if settings.palette == "color":
             advice = "Add colors to classes.txt ('NAME RED GREEN BLUE'), or set data.masks.colors."
             known = "index or auto, because the classes have no colors"
+            if settings.values is not None:
+                advice, known = "Remove data.masks.values.", "index or auto, because data.masks.values is set"
             raise SettingError("data.masks.palette", "color", known, advice)
         complete = ()
     ignored = {entry.color for entry in entries if entry.name not in classes.names and entry.color is not None}

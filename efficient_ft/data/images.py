@@ -129,7 +129,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
     except (MemoryError, UserError):
         raise
     except Exception as error:  # Pillow's decoders raise exceptions of many types on damaged files
-        reason = str(error).replace(repr(os.fspath(path)), "it") or type(error).__name__
+        reason = str(error).replace(repr(os.fspath(path)), "").strip(" :") or type(error).__name__
         raise UserError(f"{printable(path)}: the file is not readable as an image ({reason}).") from error
 
 

@@ -18,11 +18,9 @@ from efficient_ft.data.inspection import HEADERS, in_threads, spread
 #: compared to find the largest files.
 _LONGEST, _STATED = 256, 50_000
 #: Number of bytes per pixel that are required to decode an image as RGB, for each Pillow mode. All constants were
-#: measured
-#: with 9-megapixel files. `_COMPOSITED` applies to other modes, which are composited over white, and `_DEEP` to gray
-#: values with more than 8 bits. WebP files require at least `_WEBP` bytes per pixel. `_TURNED` is added for rotated
-#: images, because
-#: rotation creates a copy.
+#: measured with 9-megapixel files. `_COMPOSITED` applies to other modes, which are composited over white, and `_DEEP`
+#: to gray values with more than 8 bits. WebP files require at least `_WEBP` bytes per pixel. `_TURNED` is added for
+#: rotated images, because rotation creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
 _ORIENTATION = 274

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from efficient_ft.core.errors import SettingError, UserError, why_unreadable
 
-_FORMS = "a complete weights file (.safetensors, .npz for the ViT family, or .pth, .pt, .bin or .ckpt with only tensors)"
+_FORMS = "a complete weights file (.safetensors, .npz for the ViT family, or .pth, .pt, .bin, .ckpt with tensors only)"
 #: Patterns for the first bytes of files that are often passed by mistake, and the error message for each pattern.
 _OTHER_FILES = (
     (rb"version https://git-lfs", "The file is a Git LFS pointer. Run git lfs pull to download the weights"),
     (rb"\s*<(!doctype|html|\?xml)", "The file is a web page, so the download has failed. Download the weights again"),
-    (rb"\x89HDF", "The file is an HDF5 file, for example from Keras. Convert it to a file with PyTorch's tensor names"),
+    (rb"\x89HDF", "The file is an HDF5 file, for example from Keras. Convert the file to PyTorch's names first"),
     (rb"GGUF", "The file is a GGUF file. Use the original weights instead"),
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "The file is a compressed archive. Unpack the archive first"),
     (rb"\s*\{[^\0]*$", "The file is a JSON file. Merge the shards that the file lists into one .safetensors file"),
@@ -87,7 +87,7 @@ def read_contents(path: Path) -> Contents:
         why = _other_file(path, start)
         held, objects = _read(path, start) if why is None else (None, ())
     except Exception as error:  # torch, NumPy and safetensors raise many types of errors for a damaged file
-        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch reports this error for a truncated file
+        damaged = isinstance(error, OSError) and error.errno == errno.EINVAL  # torch's error for a truncated file
         reason = "the file is truncated or damaged" if damaged else why_unreadable(error).partition(". ")[0].rstrip(".")
         why = f"The file cannot be read: {reason}"
         if "Python objects" in why:
@@ -99,7 +99,7 @@ def read_contents(path: Path) -> Contents:
     for key, name, value in _walk(held, ()):
         full = f"{key}.{name}".lstrip(".") if key else name
         if full in tensors:
-            raise SettingError("model.weights", path, "a file with unique names", f"It contains {full} twice.")
+            raise SettingError("model.weights", path, "a file with unique names", f"The file contains {full} twice.")
         tensors[full], keys[full] = value, key
     if not tensors:
         raise _without_tensors(path, held, objects)
@@ -114,7 +114,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         with safe_open(path, "pt") as opened:
             return dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read ({error}).") from error
+        raise UserError(f"The file {path} cannot be read ({error}).") from error
 
 
 def require_file(path: Path) -> None:
@@ -131,9 +131,9 @@ def require_file(path: Path) -> None:
         if not inside:
             do = "The folder contains no weights files."
         elif inside[0].startswith("adapter_model."):
-            do = "The folder contains an adapter. Merge the adapter into its network first (peft: merge_and_unload())."
+            do = "The folder contains an adapter. Merge the adapter into its network (peft: merge_and_unload())."
         elif any(re.search(r"-\d+-of-\d+\.", name) for name in inside):
-            do = "The folder contains the shards of one model. Merge the tensors of all shards into one mapping, and store"
+            do = "The folder contains shards of one model. Merge the tensors of all shards into one mapping, and store"
             do += " the mapping with safetensors.torch.save_file."
         else:
             do = f"The folder contains {len(inside)} weights file{'s' * (len(inside) > 1)}."
@@ -144,7 +144,7 @@ def require_file(path: Path) -> None:
 def _other_file(path: Path, start: bytes) -> str | None:
     """Return an error message if a file contains no weights, or None if it may contain weights.
 
-    The function compares the first bytes of the file, `start`, and the names of the members of an archive.
+    The function checks the first bytes of the file, `start`, and the names of the members of an archive.
     """
     if not start:
         return "The file is empty"
@@ -199,7 +199,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
         The object that is stored in the file, and the names of the replaced classes.
     """
     try:
-        with open(path, "rb") as opened:  # torch would check the extension of a path
+        with open(path, "rb") as opened:  # torch checks the extension of a path, but not of an open file
             names = [str(name) for name in torch.serialization.get_unsafe_globals_in_checkpoint(opened)]
     except ValueError:  # the file has the old format of torch.save, which is not a zip archive
         names = []
@@ -211,7 +211,7 @@ def _unpickle(path: Path) -> tuple[Any, tuple[str, ...]]:
                 held = torch.load(opened, map_location="cpu", weights_only=True)
             return held, tuple(names)
         except pickle.UnpicklingError as error:
-            # The file contains an object of a custom mapping or list class. The error message names its inert class.
+            # The file contains an object of a custom mapping or list class. The error message names the inert class.
             standard = next((kind for text, kind in _STANDARD.items() if text in str(error)), None)
             found = next((n for n, cls in inert.items() if issubclass(cls, _Inert) and repr(cls) in str(error)), None)
             if standard is None or found is None:

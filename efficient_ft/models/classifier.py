@@ -32,7 +32,7 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
     except UserError:
         if config.image_size is not None:
             own = config.model_copy(update={"image_size": None})
-            build_timm(own, timm_kwargs(own, cfg, classes))  # raises an error if the image size is not the reason
+            build_timm(own, timm_kwargs(own, cfg, classes))  # this call fails if the image size is not the reason
             raise _refused_size(config, cfg) from None
         raise
     _check_image_size(config, cfg, model)
@@ -66,12 +66,12 @@ def _refused_size(config: ModelConfig, cfg: PretrainedCfg) -> SettingError:
     use = "" if usable is None else f"model.image_size={usable}, or "
     other = " Or change model.kwargs." if config.kwargs else ""
     given = height if height == width else f"[{height},{width}]"
-    do = f"Its default is {own[0]}×{own[1]}. Use {use}null for the default.{other}"
+    do = f"The default size is {own[0]}×{own[1]}. Use {use}null for the default.{other}"
     return SettingError("model.image_size", given, f"a size that {config.name} can process", do)
 
 
 def _is_usable(config: ModelConfig, side: int) -> bool:
-    """Return True if the network can process square images of `side` pixels."""
+    """Return True if the network can process images of `side`×`side` pixels."""
     changed = config.model_copy(update={"image_size": side, "weights": None})
     cfg = pretrained_cfg(changed)
     try:
@@ -101,7 +101,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
         with torch.no_grad(), _patches(model, size) as patches:
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
     except _FAILURES as error:
-        if config.image_size is None:  # the patch size in model.kwargs is the reason
+        if config.image_size is None:  # only the patch size in model.kwargs can be the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
             do = f"The model fails: {first_line(error)}"
             raise SettingError("model.kwargs", kwargs, f"valid arguments for {config.name}", do) from error
@@ -139,6 +139,6 @@ def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int,
     square = size[0] == size[1] and patch[0] == patch[1]
     near = [side[0] if square else f"[{side[0]},{side[1]}]" for side in (used, next_) if min(side)]
     shown = [str(side[0]) if square else f"{side[0]}×{side[1]}" for side in (used, size)]
-    known = f"a multiple of {patch[0]}, the patch size of {config.name}"
+    known = f"a multiple of {patch[0]} (the patch size of {config.name})"
     do = f"Only {shown[0]} of {shown[1]} pixels would be used. Use {' or '.join(map(str, near))}."
     return SettingError("model.image_size", size[0] if square else f"[{size[0]},{size[1]}]", known, do)

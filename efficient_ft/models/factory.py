@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Family(Protocol):
-    """The interface of a family of networks. Each family is a module with these four functions.
+    """The interface of a family of networks. Each family is a module that defines these four functions.
 
     `config` is the `model` section of the configuration, and `classes` is the number of classes.
     """
@@ -35,7 +35,7 @@ class Family(Protocol):
         """Build a network with random weights."""
 
     def load(self, config: ModelConfig, classes: int, random: nn.Module) -> nn.Module:
-        """Build a network with the configured weights, and store a `LoadingReport` on it.
+        """Build a network with the configured weights, and store a `LoadingReport` on the network.
 
         The function may load the weights into `random`, which is the same network with random weights.
         """
@@ -51,8 +51,8 @@ FAMILIES: dict[str, Family] = {"classification": classifier, "segmentation": seg
 def input_of(config: ModelConfig) -> InputSpec:
     """Return the input specification of a network.
 
-    For images, it contains the size, the normalization and the interpolation. For texts, it contains the maximum number
-    of tokens.
+    The specification of images contains the size, the normalization and the interpolation. The specification of texts
+    contains the maximum number of tokens.
 
     Raises:
         SettingError: If the model is unknown, or if `model.mean` or `model.std` does not have one value per channel.
@@ -63,9 +63,9 @@ def input_of(config: ModelConfig) -> InputSpec:
 def missing_weights(config: ModelConfig) -> str | None:
     """Check whether the weights of a model are available, without downloading them.
 
-    The function checks `model.weights`, or the local caches of published weights. If the caches do not contain the
-    weights, the function also checks whether they can be downloaded. This check takes about
-    `core.network.PROBE_SECONDS` at most.
+    The function checks `model.weights` if it is set, and the local caches of published weights otherwise. If the caches
+    do not contain the weights, the function also checks whether they can be downloaded. This check takes at most about
+    `core.network.PROBE_SECONDS` seconds.
 
     Returns:
         None if the weights are present, can be downloaded now, or are not required. Otherwise, a message that names the
@@ -87,10 +87,10 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
 
     Args:
         config: The `model` section of the configuration.
-        num_classes: Number of outputs, or a mapping from tasks to numbers of outputs. With a mapping, the network has
-            one classifier per task (see `models.tasks`). The weights are loaded into the first classifier, and the
-            other classifiers are newly initialized.
-        report: If True, log which weights were loaded. `loading_report` returns the report in any case.
+        num_classes: Number of outputs, or a mapping from tasks to numbers of outputs. If a mapping is given, the
+            network has one classifier per task (see `models.tasks`). The weights are loaded into the first classifier,
+            and the other classifiers are newly initialized.
+        report: If True, log which weights were loaded. `loading_report` returns the report even if `report` is False.
 
     Raises:
         UserError: If the name is unknown, if the model rejects the arguments or the image size, or if the weights
@@ -103,7 +103,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
     random = random_model(config, num_classes)
     if config.weights is None and not config.pretrained:
         log.warning(
-            "%s starts from RANDOM weights (model.pretrained=false, no model.weights): it is trained from scratch.",
+            "%s starts from RANDOM weights and is trained from scratch (model.pretrained=false and no model.weights).",
             config.name,
         )
         if config.zero_head:
@@ -117,7 +117,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
     for line in loaded.lines(num_classes):
         log.log(logging.INFO if report else logging.DEBUG, "%s", line)
     for words in loaded.suspicious if report else ():
-        log.warning("warning: the weights are suspicious: %s.", words)
+        log.warning("warning: some weights are suspicious (%s).", words)
     return model
 
 

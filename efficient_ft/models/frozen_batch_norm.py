@@ -18,9 +18,9 @@ from efficient_ft.ops.frozen import frozen_batch_norm
 
 
 class FrozenBatchNorm2d(nn.BatchNorm2d):
-    """An `nn.BatchNorm2d` that also uses its running statistics in training mode.
+    """An `nn.BatchNorm2d` layer that uses its running statistics even in training mode.
 
-    Its weight and bias remain trainable.
+    The weight and bias of the layer remain trainable.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,7 +29,7 @@ class FrozenBatchNorm2d(nn.BatchNorm2d):
 
 
 class FrozenBatchNormAct2d(BatchNormAct2d):
-    """timm's `BatchNormAct2d` (normalization and activation) that also uses its running statistics in training mode."""
+    """A `BatchNormAct2d` layer of timm that uses its running statistics even in training mode."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x (B, C, H, W) with the running statistics, then apply dropout and the activation."""
@@ -51,7 +51,7 @@ FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: F
 
 
 def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze them.
+    """Freeze the BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze the statistics.
 
     The class of `nn.BatchNorm2d` layers and of timm's `BatchNormAct2d` layers is replaced by the corresponding class in
     `FROZEN`. Other BatchNorm layers are switched to evaluation mode before each forward pass. The state dict does not

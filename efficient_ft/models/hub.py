@@ -15,7 +15,7 @@ from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import unreachable
 from efficient_ft.models.checkpoint import require_file
 
-_ALTERNATIVES = "Or use model.weights=FILE (a local file), or model.pretrained=false (random weights)."
+_ALTERNATIVES = "Alternatively, set model.weights=FILE (a local file) or model.pretrained=false (random weights)."
 
 
 def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
@@ -29,7 +29,7 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
     if not config.pretrained:
         return None
     if not (cfg.hf_hub_id or cfg.url or cfg.file):
-        return f"There are no pretrained weights of model.name={config.name}. {_ALTERNATIVES}"
+        return f"There are no pretrained weights for model.name={config.name}. {_ALTERNATIVES}"
     if _cached(cfg) is not None:
         return None
     if cfg.hf_hub_id:
@@ -49,9 +49,10 @@ def missing_files(config: ModelConfig, cfg: PretrainedCfg) -> str | None:
 
 
 def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
-    """Return the path `config.weights`, or the path of the pretrained weights.
+    """Return the path `config.weights`, or the path of the pretrained weights if `config.weights` is None.
 
-    Pretrained weights are downloaded if necessary. Raise a UserError if there are none, or if the download fails.
+    Pretrained weights are downloaded if necessary. Raise a UserError if there are no pretrained weights, or if the
+    download fails.
     """
     if config.weights is not None:
         return Path(config.weights).expanduser()
@@ -80,7 +81,7 @@ def fetch_weights(config: ModelConfig, cfg: PretrainedCfg) -> Path:
 
 
 def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
-    """Return the repository, the revision, and the names of the files that timm tries, in order."""
+    """Return the repository, the revision, and the file names in the order in which timm tries them."""
     repo, _, revision = str(cfg.hf_hub_id).partition("@")
     file = cfg.hf_hub_filename
     if not file:
@@ -89,7 +90,7 @@ def _hub_files(cfg: PretrainedCfg) -> tuple[str, str | None, tuple[str, ...]]:
 
 
 def cached_file(repository: str, names: Iterable[str], revision: str | None = None) -> Path | None:
-    """Return the path of the first file in `names` that the local cache of the hub contains, or None."""
+    """Return the path of the first file in `names` that is in the hub's local cache, or None if there is none."""
     found = (try_to_load_from_cache(repository, name, revision=revision) for name in names)
     return next((Path(path) for path in found if isinstance(path, str)), None)
 

@@ -1,4 +1,4 @@
-"""Ignore or reject the entries of `transformers` configurations that name code.
+"""Ignore or reject entries of `transformers` configurations that refer to code.
 
 `transformers` downloads and imports the kernels that ``config.json`` names (``attn_implementation: "owner/name"``) and
 the classes in ``auto_map``. This package treats a folder of weights as data, and does not load such code.
@@ -23,41 +23,42 @@ log = logging.getLogger(__name__)
 _IMPLEMENTATION = re.compile(r"_*\w*implementations?(_internal|_autoset)?")
 #: Values of these entries that select an implementation in PyTorch.
 _OWN = (None, "eager", "sdpa", True, False)
-#: Other entries that name code, or that allow `transformers` to load code.
+#: Other entries that refer to code, or that allow `transformers` to load code.
 _CODE = {"auto_map", "trust_remote_code", "custom_pipelines", "use_kernels", "kernel_config", "kernels",
          "custom_generate"}  # fmt: skip
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Read a configuration file, and remove the entries that name code. The removed entries are logged once per file.
+    """Read a configuration file, and remove the entries that refer to code.
 
-    Raise a UserError if the file cannot be read, is not a mapping, or declares quantized weights.
+    The removed entries are logged once per file. Raise a UserError if the file cannot be read, is not a mapping, or
+    declares quantized weights.
     """
     try:
         held = json.loads(file.read_bytes().decode("utf-8-sig"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} cannot be used ({first_line(error)}).") from error
+        raise UserError(f"The file {file} cannot be used: {first_line(error)}.") from error
     if not isinstance(held, dict):
-        raise UserError(f"{file} cannot be used (it is not a mapping).")
+        raise UserError(f"The file {file} cannot be used, because it does not contain a mapping.")
     plain = without_code(held)
     _report(file, tuple(names_of_code(held)))
     if any(name == "quantization_config" and value for name, value in _entries(held)):
         why = "the weights are quantized (quantization_config)"
-        raise UserError(f"{file} cannot be used: {why}. Use the original weights.")
+        raise UserError(f"The file {file} cannot be used, because {why}. Use the original weights.")
     return plain
 
 
 def without_code(held: Any) -> Any:
-    """Return a copy of nested mappings and lists without the entries that name code."""
+    """Return a copy of nested mappings and lists without the entries that refer to code."""
     if isinstance(held, dict):
         return {name: without_code(value) for name, value in held.items() if not _names_code(name, value)}
     return [without_code(value) for value in held] if isinstance(held, list) else held
 
 
 def refuse_code(kwargs: dict[str, Any]) -> None:
-    """Raise a UserError if an entry of `model.kwargs`, or of a configuration nested in it, names code."""
+    """Raise a UserError if `model.kwargs` or a configuration nested in it has an entry that refers to code."""
     if named := next(names_of_code(kwargs), None):
-        raise UserError(f"model.kwargs: {named} names code, which is not loaded. Leave it out.")
+        raise UserError(f"model.kwargs: the entry {named} refers to code, which is not loaded. Remove the entry.")
 
 
 def names_of_code(held: Any) -> Iterator[str]:
@@ -85,4 +86,4 @@ def _entries(held: Any) -> Iterator[tuple[Any, Any]]:
 @cache
 def _report(file: Path, names: tuple[str, ...]) -> None:
     if names:
-        log.warning("%s names code, which is not loaded: %s.", file, ", ".join(names))
+        log.warning("The file %s refers to code, which is not loaded: %s.", file, ", ".join(names))

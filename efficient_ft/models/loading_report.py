@@ -24,8 +24,8 @@ class LoadingReport:
         prefix: Prefix that was removed from the names in this mapping.
         loaded: Number of tensors taken from the file.
         total: Number of tensors of the network.
-        left_out: Reasons why tensors of the file are not used, by the full name of the tensor in the file.
-        new_heads: Reasons why parts of the network are newly initialized, by the name of the part.
+        left_out: Mapping from the full names of unused tensors in the file to the reasons why they are not used.
+        new_heads: Mapping from the names of newly initialized parts to the reasons for their initialization.
         notes: Descriptions of changes to the tensors, such as resized position embeddings or merged channels.
         suspicious: Descriptions of tensors with implausible values.
     """
@@ -65,7 +65,7 @@ class LoadingReport:
         return lines
 
     def _left_out(self) -> str:
-        """Return a line that states the number of unused tensors for each reason, with some of their names.
+        """Return a line that states the number and some names of the unused tensors for each reason.
 
         Names are shortened to their first component.
         """

@@ -26,9 +26,10 @@ class Mark:
         adds: Additions of the method to the model or the training step (values of `methods.Adds`).
         conflicts: Reasons why other methods cannot be combined with this method. The keys are axes, additions or names
             of the other methods.
-        modules: Full names of the modules that the method added. The view of the model excludes their layers.
-        routed: Full names of modules whose input consists of routed tokens. The tokens may come from different images,
-            and have no grid.
+        modules: Full names of the modules that the method added. The view of the model excludes the layers of these
+            modules.
+        routed: Full names of modules whose input consists of routed tokens. Routed tokens may come from different
+            images, and have no grid.
     """
 
     method: str

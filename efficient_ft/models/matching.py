@@ -23,26 +23,26 @@ PREFIX_TOKENS = {"cls_token": "class", "dist_token": "distillation", "reg_token"
 _BY_NAMES, _BY_STRUCTURE = 16, 24
 #: Pattern for the parts that torch.compile, FSDP and activation checkpointing insert into the names of tensors.
 _WRAPPERS = re.compile(r"(?:(?<=\.)|^)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: Keys of averaged weights in checkpoints of timm's training script, and the keys of the corresponding other weights.
+#: Keys of averaged weights in checkpoints of timm's training script. The values are the keys of the other weights.
 _AVERAGES = {"state_dict_ema": "state_dict", "model_ema": "model"}
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The result of comparing a network with the tensors under one prefix of a file.
+    """The result of comparing a network with the tensors of a file that have a common name prefix.
 
     Attributes:
         prefix: Prefix of the full names in the file.
-        taken: Tensors to load, by their names in the network. For a new head, these are the network's own tensors.
+        taken: Tensors to load, by their names in the network. The tensors of a new head are the network's own tensors.
         missing: Names of the network's tensors that the file does not contain.
-        misshapen: Descriptions of mismatched shapes or data types, by name.
+        misshapen: Descriptions of mismatched shapes or data types, by tensor name.
         foreign: Names of tensors in the file that suggest a different variant of the network.
-        left_out: Reasons why tensors of the file are not used, by name without the prefix.
-        new_heads: Reasons why classifiers must be newly initialized, by name.
+        left_out: Mapping from the names of unused tensors, without the prefix, to the reasons why they are not used.
+        new_heads: Mapping from the names of classifiers to the reasons why they must be newly initialized.
         notes: Descriptions of changes to tensors.
-        error: Reason why the names could not be converted, or an empty string.
+        error: Reason why the names could not be converted, or an empty string if the conversion succeeded.
         loaded: Number of tensors taken from the file.
-        model: Network with these weights, or None if the comparison does not build a network.
+        model: Network with the tensors in `taken`, or None if the comparison does not build a network.
     """
 
     prefix: str
@@ -59,17 +59,17 @@ class Fit:
 
     @property
     def complete(self) -> bool:
-        """True if the names could be converted, and no tensor is missing, mismatched or foreign."""
+        """Return True if the names could be converted, and no tensor is missing, mismatched or foreign."""
         return not (self.error or self.missing or self.misshapen or self.foreign)
 
 
 def choose(
     config: ModelConfig, path: Path, contents: Contents, own: Collection[str], fit: Callable[[Contents, str], Fit]
 ) -> tuple[Contents, Fit]:
-    """Find the prefix of a file under which the tensors fit a network.
+    """Find the tensors in a file that fit a network, and whose names have a common prefix.
 
     `own` contains the names of the network's tensors. `model.weights_key` restricts the search to a part of the file.
-    `fit` compares the tensors under a prefix with the network.
+    `fit` compares the tensors that have a given name prefix with the network.
 
     Returns:
         The contents that were searched, and the complete fit. If no fit is complete, the nearest fit is returned.
@@ -85,7 +85,7 @@ def _search(
 ) -> tuple[Contents, Fit]:
     """Implement `choose` for the tensors in `searched`.
 
-    If no part fits, remove the parts that wrappers add to names, and search again.
+    If no tensors fit, remove the components that wrappers insert into names, and search again.
     """
     votes = _votes(searched.tensors, own)
     most = max(votes.values(), default=0)
@@ -123,8 +123,8 @@ def _restricted(config: ModelConfig, path: Path, contents: Contents) -> Contents
         if len(groups) == 1:
             groups = Counter(".".join(name.split(".")[:2]) for name in contents.tensors)
         inside = ", ".join(f"{name} ({count} tensors)" for name, count in groups.most_common(8))
-        known = "a prefix of names in model.weights"
-        raise SettingError("model.weights_key", config.weights_key, known, f"{path} contains {inside}.")
+        known = "a prefix of the tensor names in model.weights"
+        raise SettingError("model.weights_key", config.weights_key, known, f"The file {path} contains {inside}.")
     return Contents(tensors, contents.keys, contents.objects)
 
 
@@ -170,7 +170,7 @@ def _average(fits: Sequence[Fit]) -> Fit | None:
     for one, other in (fits, fits[::-1]):
         key, _, rest = one.prefix.partition(".")
         if _AVERAGES.get(key) == other.prefix.partition(".")[0] and rest == other.prefix.partition(".")[2]:
-            note = f"the averaged weights are used; model.weights_key={_AVERAGES[key]} selects the other weights"
+            note = f"the averaged weights are used (model.weights_key={_AVERAGES[key]} selects the other weights)"
             return replace(one, notes=(*one.notes, note))
     return None
 
@@ -183,7 +183,7 @@ def _ambiguous(config: ModelConfig, path: Path, contents: Contents, fits: Sequen
     listed = ", ".join(f"{name or 'the top level'} ({count} tensors)" for name, count in named)
     keys = [name for name, _ in named if name]
     given = "null" if config.weights_key is None else config.weights_key
-    do = f"{path} contains {len(fits)} sets of weights that fit {config.name}: {listed}."
+    do = f"The file {path} contains {len(fits)} sets of weights that fit {config.name}: {listed}."
     do += f" Set {setting(keys[-1])} or another key."
     return SettingError("model.weights_key", given, f"one of {', '.join(keys)}", do)
 
@@ -200,9 +200,9 @@ def compare(
 ) -> Fit:
     """Compare tensors of a file, `given`, with the tensors of a network, `own`.
 
-    `given` contains the tensors under `prefix`, by name without the prefix. `heads` contains the names of the network's
-    classifiers. `offset` is the number of additional classes at the start of a published classifier. `lenient` is True
-    if the network's library ignores names that belong to other variants of the network.
+    `given` contains the tensors whose names start with `prefix`, by name without the prefix. `heads` contains the names
+    of the network's classifiers. `offset` is the number of additional classes at the start of a published classifier.
+    `lenient` is True if the network's library ignores names that belong to other variants of the network.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}
@@ -213,7 +213,7 @@ def compare(
     fresh = {name for name in own for head in new if name.startswith(f"{head}.")}
     taken = {name: own[name] if name in fresh else given[name] for name in own if name in fresh or name in given}
     misshapen = {
-        name: f"{shape(value)} in the file, {shape(own[name])} in the model"
+        name: f"{shape(value)} in the file, but {shape(own[name])} in the model"
         for name, value in taken.items()
         if value.shape != own[name].shape
     }
@@ -232,7 +232,7 @@ def compare(
             foreign.append(name)
         else:
             left_out[name] = reason or "not used by this variant of the model"
-    left_out = {name: left_out[name] for name in given if name in left_out}  # in the order of the file
+    left_out = {name: left_out[name] for name in given if name in left_out}  # keeps the order of the file
     loaded = len(taken) - len(fresh) - len(misshapen)
     return Fit(prefix, taken, missing, misshapen, tuple(sorted(foreign)), left_out, new, loaded=loaded)
 
@@ -244,7 +244,7 @@ def fit_of_transformers(prefix: str, model: nn.Module, found: Mapping[str, Any],
     `heads` contains the names of the parts that may be newly initialized.
     """
     own = model.state_dict()
-    shapes = {name: f"{'×'.join(map(str, was))} in the file, {'×'.join(map(str, now))} in the model"
+    shapes = {name: f"{'×'.join(map(str, was))} in the file, but {'×'.join(map(str, now))} in the model"
               for name, was, now in sorted(found["mismatched_keys"], key=lambda one: str(one[0]))}  # fmt: skip
     fresh = {name: head for name in {*shapes, *found["missing_keys"]} for head in heads
              if name.startswith(f"{head}.")}  # fmt: skip
@@ -287,7 +287,7 @@ def _fit_head(
     elif len(here) < len(names):
         reason = f"{', '.join(name for name in names if name not in here)} absent from the file"
     else:
-        reason = "different number of input features in the file"
+        reason = "the file has a different number of input features"
     return {name: value for name, value in given.items() if name not in names}, reason
 
 
@@ -315,7 +315,7 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
 
 
 def shape(tensor: Tensor) -> str:
-    """Return the shape of a tensor as text, e.g. "3×16×16", or "a single number"."""
+    """Return the shape of a tensor as text, for example "3×16×16", or "a single number" for a scalar."""
     return "×".join(map(str, tensor.shape)) or "a single number"
 
 
@@ -328,7 +328,7 @@ def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
 
 
 def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
-    """Return the error for a file that does not fit the network. `details` contains one or more sentences."""
+    """Return the error for a file that does not fit the network. `details` explains the reasons."""
     encoder = "" if config.encoder is None else f" or model.encoder={config.encoder}"
     return SettingError("model.weights", path, f"a file that fits model.name={config.name}{encoder}", details)
 

@@ -25,13 +25,13 @@ _COMMON = ("resnet18", "resnet50", "deit_tiny_patch16_224", "vit_base_patch16_22
            "regnety_016", "tf_efficientnet_lite0", "beit_base_patch16_224", "mixer_b16_224")  # fmt: skip
 #: Error messages for quantized, pruned and sharded weights, by the suffix of their tensor names.
 _OTHER_FORMS = {
-    "._packed_params.0": "It contains quantized weights. Save the weights of the network before quantization.",
-    ".weight_orig": "It contains pruned weights and their masks. Merge them first:"
+    "._packed_params.0": "The file contains quantized weights. Save the weights of the network before quantization.",
+    ".weight_orig": "The file contains pruned weights and masks. Merge the masks into the weights first:"
     " torch.nn.utils.prune.remove(module, 'weight') for each pruned module.",
-    "_flat_param": "It contains weights that FSDP has flattened. Save a full state dict"
+    "_flat_param": "The file contains weights that FSDP has flattened. Save a full state dict"
     " (torch: StateDictType.FULL_STATE_DICT).",
 }
-#: Arguments that build variants of timm's ViT, by the suffixes of the tensor names that identify a variant.
+#: Arguments for variants of timm's ViT. The keys are the suffixes of tensor names that identify a variant.
 _FORM_ARGUMENTS = {(".ls1.gamma", ".ls2.gamma"): "init_values=1e-5", (".attn.qkv.bias",): "qkv_bias=false"}
 _INDEX = re.compile(r"(?:^|(?<=\.))\d+(?=\.)")
 
@@ -48,11 +48,11 @@ def explain(
     """Explain in one or more sentences why the nearest part of a file does not fit the network `name`.
 
     `own` contains the network's tensors, and `heads` contains the names of the network's classifiers. `setting` is the
-    text before the name of a suggested model, e.g. ``model.encoder``.
+    text before the name of a suggested model, for example ``model.encoder``.
     """
     given = contents.under(fit.prefix)
     if any(".lora_" in one or ".base_layer." in one for one in contents.tensors):
-        return "It contains separate LoRA adapters. Merge them first (peft: merge_and_unload())."
+        return "The file contains LoRA adapters. Merge the adapters into the network (peft: merge_and_unload())."
     for ending, sentence in _OTHER_FORMS.items():
         if any(one.endswith(ending) for one in contents.tensors):
             return sentence
@@ -60,7 +60,7 @@ def explain(
            and (one not in own or own[one].is_floating_point())
            and not (one.endswith("num_batches_tracked") or "index" in one or "position_ids" in one)]  # fmt: skip
     if odd and not fit.missing and not fit.foreign:
-        return f"Weights must be floating-point numbers (fp32, fp16 or bf16): {some(odd)} cannot be used."
+        return f"Weights must be floating-point numbers (fp32, fp16 or bf16), unlike these tensors: {some(odd)}."
     if fit.model is None and fit.taken and not fit.error:  # compare the converted tensors
         rest = {one: given.get(one, torch.empty(0)) for one in (*fit.foreign, *fit.left_out)}
         heads_made = tuple(f"{head}." for head in fit.new_heads)
@@ -69,13 +69,13 @@ def explain(
     if fit.model is not None:
         details = "; ".join(_lists(fit))
     elif fit.error and alike * 3 <= len(own):
-        details = f"its names cannot be converted ({fit.error})"
+        details = f"the tensor names in the file cannot be converted ({fit.error})"
     elif alike * 20 <= len(own):
-        count = "few of its {} names occur" if alike else "none of its {} names occurs"
-        held = contents.tensors if alike else given  # a part may match by coincidence: list the whole file
+        count = "only a few of its {} names occur" if alike else "none of its {} names occurs"
+        held = contents.tensors if alike else given  # a part may match by coincidence, so list the whole file
         details = (
-            f"{count.format(len(contents.tensors))} in the network: the file contains {some(list(held))};"
-            f" the network has {some(list(own))}"
+            f"{count.format(len(contents.tensors))} in the network. The file contains {some(list(held))},"
+            f" but the network has {some(list(own))}"
         )
     else:
         structure = _structure(given, own)
@@ -88,8 +88,8 @@ def explain(
         advice = _with_tokens(name, _prefix_tokens(given))
     advice += "" if advice else _with_argument(fit)
     if contents.objects and not fit.loaded:
-        advice += f" Python objects in the file were not read ({some(contents.objects)})."
-    return f"It may belong to another model: {details}.{advice}"
+        advice += f" The following Python objects in the file were not read: {some(contents.objects)}."
+    return f"The file may belong to another model: {details}.{advice}"
 
 
 def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:
@@ -99,7 +99,7 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     """
     theirs, ours = _prefix_tokens(given), _prefix_tokens(own)
     if theirs != ours:
-        return [f"the file has {_words(theirs)}, the model has {_words(ours)}"]
+        return [f"the file has {_words(theirs)}, but the model has {_words(ours)}"]
     if not positions:
         return []
     name = next((n for n in own if n in given and n.rpartition(".")[2] in ("pos_embed", "position_embedding")), None)
@@ -109,9 +109,11 @@ def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions
     if there == here:
         return []
     count = sum(ours.values())
-    facts = f"its position embedding has {_positions(there, count)}, the model's has {_positions(here, count)}"
+    facts = (
+        f"the position embedding has {_positions(there, count)} in the file, but {_positions(here, count)} in the model"
+    )
     if count and not _is_square(there - count) and _is_square(there):
-        facts += ". Its positions may exclude the prefix tokens (+model.kwargs.no_embed_class=true)"
+        facts += ". The position embedding may exclude the prefix tokens. If so, set +model.kwargs.no_embed_class=true"
     return [f"{facts}. For images that are not square, set model.image_size to [height, width] of the training images"]
 
 
@@ -136,7 +138,7 @@ def _with_tokens(name: str, tokens: Mapping[str, int]) -> str:
     )
     names = list(timm.list_models(pattern)) if pattern else []
     names.sort(key=lambda one: SequenceMatcher(None, name, one).ratio(), reverse=True)
-    return f" The following timm models have such tokens: {', '.join(names[:3])}." if names else ""
+    return f" The following timm models have these prefix tokens: {', '.join(names[:3])}." if names else ""
 
 
 def _with_argument(fit: Fit) -> str:
@@ -144,7 +146,7 @@ def _with_argument(fit: Fit) -> str:
     names = (*fit.missing, *fit.foreign)
     for ends, argument in _FORM_ARGUMENTS.items():
         if names and not fit.misshapen and all(one.endswith(ends) for one in names):
-            return f" The file's variant of the network may require +model.kwargs.{argument}."
+            return f" The variant of the network in the file may require +model.kwargs.{argument}."
     return ""
 
 
@@ -171,16 +173,16 @@ def _structure(given: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> list[s
     if there and here and there != here:
         at = next((one for one in ("blocks", "layers", "stages") if one in theirs and one in ours), None)
         count = (f"{theirs[at]} {at}", f"{ours[at]}") if at else ("a stem", "a stem")
-        facts.append(f"the file has {count[0]} of width {there}, the model has {count[1]} of width {here}")
+        facts.append(f"the file has {count[0]} of width {there}, but the model has {count[1]} of width {here}")
         deep = [one for one in deep if one != at]
     for one in deep[:2]:
         plain = one in ("blocks", "layers", "stages")
-        facts.append(f"the file has {theirs[one]} {one}, the model has {ours[one]}" if plain
-                     else f"{one} has {theirs[one]} parts in the file, {ours[one]} in the model")  # fmt: skip
+        facts.append(f"the file has {theirs[one]} {one}, but the model has {ours[one]}" if plain
+                     else f"{one} has {theirs[one]} parts in the file, but {ours[one]} parts in the model")  # fmt: skip
     patches = [tensors.get("patch_embed.proj.weight", torch.empty(0)) for tensors in (given, own)]
     sizes = [f"{patch.shape[-2]}×{patch.shape[-1]}" for patch in patches if patch.ndim == 4]
     if len(set(sizes)) == 2:
-        facts.append(f"the file has patches of {sizes[0]} pixels, the model has {sizes[1]}")
+        facts.append(f"the file has patches of {sizes[0]} pixels, but the model has patches of {sizes[1]} pixels")
     return facts
 
 
@@ -202,7 +204,7 @@ def _depths(tensors: Mapping[str, Tensor]) -> dict[str, int]:
 
 
 def _width(tensors: Mapping[str, Tensor]) -> int | None:
-    """Return the number of channels of the patch embedding or the tokens, or None if it is unknown."""
+    """Return the number of channels of the patch embedding or the tokens, or None if the number is unknown."""
     for name in ("patch_embed.proj.weight", "cls_token", "pos_embed"):
         value = tensors.get(name)
         if value is not None and value.ndim >= 3:
@@ -220,7 +222,7 @@ def suggestion(name: str, stem: str, contents: Contents, heads: tuple[str, ...])
         try:
             with torch.device("meta"):
                 model = timm.create_model(other)
-        except Exception:  # some constructors read values, which meta tensors lack
+        except Exception:  # some constructors read tensor values, which meta tensors lack
             continue
         if _fits(model, contents, heads):
             return other
@@ -259,7 +261,7 @@ def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
     plain_vits = {*timm.list_models(module="vision_transformer"), *timm.list_models(module="deit")}
     if any(full.endswith(("blocks.0.attn.qkv.weight", "cls_token")) for full in contents.tensors):
         family |= plain_vits
-    elif plain in plain_vits:  # the file belongs to another family
+    elif plain in plain_vits:  # the file belongs to another family of models
         family = set()
     nearest = sorted(family, key=likeness, reverse=True)
     first = dict.fromkeys([*nearest[:6], *sorted(_COMMON, key=lambda one: one not in family), *nearest])

@@ -26,7 +26,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds, replaced_forwards
 
-#: Maximum number of cuts that are tried, starting with the last. Many cuts are invalid, e.g. in a residual branch.
+#: Maximum number of cuts that are tried, starting with the last cut. Cuts in a residual branch are often invalid.
 _TRIES = 12
 #: Exceptions that a network may raise if its forward pass depends on values that are replaced by placeholders.
 _NOT_REPLACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, IndexError)
@@ -46,7 +46,7 @@ class _Like:
 
 @dataclass
 class _Call:
-    """A call of a module. `entered` and `left` are the numbers of the events at its start and end."""
+    """A call of a module. `entered` and `left` are the numbers of the events at the start and end of the call."""
 
     name: str
     entered: int
@@ -58,7 +58,7 @@ class _Call:
 
 
 class FrozenPrefix:
-    """The part of a network before a cut. None of its parameters is trained.
+    """The part of a network before a cut. No parameter of this part is trained.
 
     `find_prefix` creates instances of this class.
 
@@ -66,9 +66,9 @@ class FrozenPrefix:
         end: Name of the last module of the prefix.
         shape: Shape of the features of one image.
         dtype: Data type of the features.
-        reason: Reason why the prefix ends, e.g. ``stages.3.blocks.0.norm1 trains``.
+        reason: Reason why the prefix ends, for example ``stages.3.blocks.0.norm1 trains``.
         model: The whole network.
-        form: Form in which `features` runs the prefix. See `models.prefix_form`.
+        form: Way in which `features` computes the prefix. See `models.prefix_form`.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class FrozenPrefix:
 
     @contextmanager
     def replaced(self, features: Tensor) -> Iterator[Tensor]:
-        """Context manager in which the network computes its output from `features` (B, ...) instead of from its input.
+        """Context manager that makes the network compute its output from `features` (B, ...) instead of its input.
 
         Yields:
             An empty placeholder (B, C, H, W) to pass to the network as images.
@@ -157,7 +157,7 @@ class FrozenPrefix:
 
 
 class _Left(Exception):
-    """The exception that stops a forward pass at the end of the prefix. Its argument is the output of the prefix."""
+    """The exception that stops a forward pass at the end of the prefix, with the output of the prefix as argument."""
 
 
 def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
@@ -176,7 +176,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
     with _restored_buffers(model):
         trace = _Trace(model)
         trace.run(images)
-        expected = _seeded(model, images)  # run without hooks, because layers with hooks may compute differently
+        expected = _seeded(model, images)  # runs without hooks, because layers with hooks may compute differently
         end, reason = trace.first_that_matters()
         below = [call for call in trace.calls if 0 <= call.left <= end and trace.counts[call.name] == 1]
         ends = [call for call in below if isinstance(call.output, _Like) and call.output.shape[0] == len(images)]
@@ -188,7 +188,7 @@ def find_prefix(model: nn.Module, images: Tensor) -> FrozenPrefix:
             prefix = FrozenPrefix(model, call, outermost, tuple(images.shape[1:]), reason)
             if _continues(model, prefix, images, expected) and _continues_in_evaluation(model, prefix, images):
                 return prefix
-    below_it = "no layer precedes it" if not ends else "later layers also use the values of the layers before it"
+    below_it = "no layer precedes it" if not ends else "later layers also use values computed before this layer"
     raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
 
 

@@ -1,6 +1,6 @@
-"""Faster forms of a frozen prefix, and the selection of a form by measurement.
+"""Faster ways to compute a frozen prefix, and the selection of the fastest way.
 
-Faster forms are possible because a frozen prefix does not require gradients. Folding a BatchNorm with frozen statistics
+A frozen prefix can be computed faster because it does not require gradients. Folding a BatchNorm with frozen statistics
 into the preceding convolution saves a pass over the feature map. On processors with bfloat16 units, matrix products can
 run in bfloat16.
 """
@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
 
-#: Maximum relative deviation (Frobenius norm) of the output of each form from the output in fp32.
+#: For each form, the maximum relative deviation (Frobenius norm) of its output from the output in fp32.
 ALLOWED = {"folded": 1e-3, "bf16": 0.05}
 #: A form is selected only if its time is at most this fraction of the time of the best simpler form.
 _WORTH = 0.9
@@ -31,7 +31,7 @@ _ROUNDS = 3
 
 
 class Form(StrEnum):
-    """The form of a prefix: unchanged, with folded BatchNorm, or with folded BatchNorm and bfloat16 autocast."""
+    """The way to compute a prefix: unchanged, with folded BatchNorm, or with folded BatchNorm and bfloat16 autocast."""
 
     FP32 = "fp32"
     FOLDED = "folded"
@@ -67,7 +67,7 @@ class Folds:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context manager in which the model runs with folded layers. Gradients must be disabled."""
+        """Context manager that makes the model run with folded layers. Gradients must be disabled."""
         if not self._folded or self._folded[0][0].device != self._pairs[0][0].weight.device:
             self._folded = [folded(conv, norm) for conv, norm in self._pairs]
         forwards: list[tuple[nn.Module, Callable[..., Any]]] = []
@@ -83,7 +83,7 @@ def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
     `run` runs a forward pass of `model` or of a part of it. The search does not detect whether the output of a
     convolution is also used elsewhere. Therefore, compare the outputs with and without folding before using the result.
     """
-    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # keeps the outputs alive so that their ids are unique
+    made: dict[int, tuple[nn.Conv2d, Tensor]] = {}  # contains the outputs, so that their ids stay unique
     calls: Counter[nn.Module] = Counter()
     pairs: list[tuple[nn.Conv2d, _BatchNorm]] = []
 
@@ -154,8 +154,8 @@ def choose_form(
     with `Form.FP32`.
 
     Returns:
-        The selected form, the median time of each form in seconds, and the deviation of the output of each form from
-        fp32.
+        The selected form, the median time of each form in seconds, and the relative deviation of each form from the
+        output in fp32.
     """
     outputs = {form: run(form).float() for form in forms}
     exact = outputs[Form.FP32]

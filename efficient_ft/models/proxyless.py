@@ -45,7 +45,7 @@ default_cfgs = generate_default_cfgs(
         }
     }
 )
-#: timm's prefixes of parameter names outside of the blocks. The keys are the prefixes in the release.
+#: Prefixes of timm's parameter names outside of the blocks. The keys are the prefixes in the release.
 _OUTSIDE = {
     "first_conv.conv.": "conv_stem.",
     "first_conv.bn.": "bn1.",
@@ -65,15 +65,15 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
     """Rename the keys of a state dict of the ProxylessNAS release to timm's names.
 
     Blocks are matched by their order, because the numbering in the release includes blocks without weights. Unknown
-    names are not changed. They are rejected later, when the weights are loaded. A state dict with timm's names is
-    returned unchanged. Raise a ValueError if the number of blocks differs from that of ProxylessNAS-Mobile.
+    names are not changed, and are rejected when the weights are loaded. A state dict with timm's names is returned
+    unchanged. Raise a ValueError if the number of blocks differs from that of ProxylessNAS-Mobile.
     """
     if not any(name.startswith("first_conv.") for name in weights):
         return weights
     places = [(stage, k) for stage, blocks in enumerate(decode_arch_def(STAGES)) for k in range(len(blocks))]
     numbers = sorted({int(found[1]) for name in weights if (found := _BLOCK.fullmatch(name))})
     if len(numbers) != len(places):
-        raise ValueError(f"{len(numbers)} blocks have weights, ProxylessNAS-Mobile has {len(places)}")
+        raise ValueError(f"{len(numbers)} blocks have weights, but ProxylessNAS-Mobile has {len(places)} blocks")
     place_of = dict(zip(numbers, places, strict=True))
 
     def renamed(name: str) -> str:
@@ -90,11 +90,11 @@ def timm_names(weights: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
 
 @register_model
 def proxyless_mobile(pretrained: bool = False, **kwargs: Any) -> EfficientNet:
-    """Create ProxylessNAS-Mobile. It has 4.1 M parameters for 1000 classes, and 320 M multiply-adds at 224 px."""
+    """Create ProxylessNAS-Mobile, which has 4.1 M parameters (1000 classes) and 320 M multiply-adds at 224 px."""
     own = {
         "block_args": decode_arch_def(STAGES),
         "stem_size": 32,
-        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # the value in the release
+        "norm_layer": partial(nn.BatchNorm2d, eps=1e-3),  # the release uses this value
         "act_layer": nn.ReLU6,
     }
     return build_model_with_cfg(

@@ -40,7 +40,7 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 #: Default size of training crops in pixels.
 _SIZE = 512
-#: Network arguments that other settings determine, with a hint for the error message.
+#: Network arguments that other settings determine. The values are hints for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),
     "encoder_name": "Set model.encoder instead.",
@@ -72,7 +72,7 @@ def encoder_cfg(config: ModelConfig) -> PretrainedCfg:
 
 
 def weights_cfg(config: ModelConfig) -> PretrainedCfg:
-    """Return the pretrained configuration of Segformer trained on ADE20K, or of the encoder (see `encoder_cfg`)."""
+    """Return the pretrained configuration of the encoder if one is set, or of Segformer trained on ADE20K."""
     if config.encoder is not None:
         return encoder_cfg(config)
     size = 640 if config.name == "segformer_b5" else 512
@@ -85,11 +85,11 @@ def build(config: ModelConfig, classes: int, encoder: dict[str, Tensor] | None =
     """Build a segmentation network for images (B, 3, H, W). See `factory.random_model`.
 
     The network returns logits (B, classes, h, w), or an object that contains the logits. `encoder` contains the weights
-    of the encoder under timm's names. If it is None, the encoder has random weights.
+    of the encoder under timm's names. If `encoder` is None, the encoder has random weights.
 
     Raises:
         SettingError: If the network is unknown, or if another setting determines an argument.
-        UserError: If a library is not installed, or if the network rejects an argument.
+        UserError: If a required library is not installed, or if the network rejects an argument.
     """
     refuse_code(config.kwargs)
     for name in config.kwargs:
@@ -108,7 +108,7 @@ def _segformer_class(config: ModelConfig, classes: int) -> tuple[Any, Any]:
         from transformers import SegformerConfig, SegformerForSemanticSegmentation
     except ImportError:
         raise UserError(
-            f"model.name={config.name} needs transformers: pip install 'efficient-ft[segmentation]'."
+            f"model.name={config.name} needs transformers. Run pip install 'efficient-ft[segmentation]'."
         ) from None
     transformers.logging.disable_progress_bar()
     if config.name not in SEGFORMERS:
@@ -125,15 +125,15 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         import segmentation_models_pytorch as smp
     except ImportError:
         raise UserError(
-            f"model.name={config.name} needs segmentation-models-pytorch: pip install 'efficient-ft[segmentation]'."
+            f"model.name={config.name} needs segmentation-models-pytorch. Run pip install 'efficient-ft[segmentation]'."
         ) from None
     known = sorted(smp.MODEL_ARCHITECTURES_MAPPING)
     if config.name not in known:
         hint = did_you_mean(config.name, known).strip() or None
-        raise SettingError("model.name", config.name, f"one of {', '.join(known)}, with model.encoder", hint)
+        raise SettingError("model.name", config.name, f"one of {', '.join(known)} if model.encoder is set", hint)
     if config.drop_rate:
-        hint = "Set the network's own argument instead, e.g. model.kwargs.decoder_aspp_dropout for DeepLabV3."
-        raise SettingError("model.drop_rate", config.drop_rate, "0 with model.encoder", hint)
+        hint = "Set an argument of the network instead, for example model.kwargs.decoder_aspp_dropout for DeepLabV3."
+        raise SettingError("model.drop_rate", config.drop_rate, "0 if model.encoder is set", hint)
     cfg = encoder_cfg(config)
     arguments: dict[str, Any] = dict(config.kwargs)
     if encoder is not None:
@@ -150,14 +150,14 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
         )
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
         raise UserError(
-            f"model.name={config.name} cannot be built with model.encoder={config.encoder} and {config.kwargs}:"
-            f" {first_line(error).rstrip('.')}. Change model.encoder or model.kwargs."
+            f"model.name={config.name} cannot be built with model.encoder={config.encoder} and"
+            f" model.kwargs={config.kwargs}: {first_line(error).rstrip('.')}. Change model.encoder or model.kwargs."
         ) from error
     size = input_of(config).size
     stride = int(getattr(network.encoder, "output_stride", 1))  # type: ignore[union-attr]
     if getattr(network, "requires_divisible_input_shape", True) and any(side % stride for side in size):
         near = " or ".join(str(side) for side in (size[0] // stride * stride, -(-size[0] // stride) * stride) if side)
-        allowed = f"a multiple of {stride} with model.name={config.name}"
+        allowed = f"a multiple of {stride} for model.name={config.name}"
         raise SettingError("model.image_size", config.image_size, allowed, f"Use {near}.")
     if encoder is not None:  # free the tensors that timm has stored in `pretrained_cfg`
         stored: Any = network.encoder.model.pretrained_cfg  # type: ignore[union-attr]
@@ -206,7 +206,7 @@ def _load_encoder(config: ModelConfig, classes: int, path: Path, own: Mapping[st
 
 
 def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Module) -> nn.Module:
-    """Load Segformer with `transformers`, which converts tensor names of earlier versions."""
+    """Load Segformer with `transformers`, which converts the tensor names of earlier versions."""
     network, about = _segformer_class(config, classes)
     decoder, head = "decode_head", "decode_head.classifier"
 
@@ -226,7 +226,7 @@ def _load_segformer(config: ModelConfig, classes: int, path: Path, random: nn.Mo
 
 
 def _with_input_size(config: ModelConfig, network: nn.Module) -> nn.Module:
-    """Store the input size in `pretrained_cfg`, as timm does. The model view reads the size from there."""
+    """Store the input size in `pretrained_cfg`, as timm does. The model view reads this attribute."""
     size = input_of(config).size
     network.pretrained_cfg = {"architecture": config.name, "input_size": (3, *size)}  # type: ignore[assignment]
     return network

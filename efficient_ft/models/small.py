@@ -34,7 +34,7 @@ _DIGITS = {
 _MICRO = {**_DIGITS, "num_classes": 100, "mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}
 default_cfgs = generate_default_cfgs({"vit_digits.untrained": _DIGITS, "vit_micro.untrained": _MICRO})
 
-#: Names of layers in ConvStem, by their names in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
+#: Names of layers in ConvStem. The keys are the names in a Sequential stem (conv, BN, GELU, conv, BN, GELU, conv).
 _SEQUENTIAL_STEM = {"net.0.": "backbone.0.conv.", "net.1.": "backbone.0.bn.", "net.3.": "backbone.1.conv.",
                     "net.4.": "backbone.1.bn.", "net.6.": "backbone.2.conv."}  # fmt: skip
 
@@ -81,6 +81,6 @@ def vit_digits(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
 
 @register_model
 def vit_micro(pretrained: bool = False, **kwargs: Any) -> VisionTransformer:
-    """Create a ViT with 2.9 M parameters, width 192 and 6 blocks for natural images of 32×32 pixels."""
+    """Create a ViT for natural images of 32×32 pixels, with 2.9 M parameters, width 192 and 6 blocks."""
     sizes = {"embed_dim": 192, "depth": 6, "num_heads": 3}
     return _create("vit_micro", pretrained, strides=(1, 2, 2), **{**sizes, **kwargs})

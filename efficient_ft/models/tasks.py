@@ -4,9 +4,9 @@
 >>> tasks.active = "pets"
 >>> model(images).shape  # (B, 37)
 
-Every module that differs between tasks, such as a classifier or a router of experts, is a `PerTask`. The names of its
-parameters contain the name of the task (``head.pets.weight``). All `PerTask` modules of a network share one `Tasks`
-object, which is copied and pickled with the network.
+Every module that differs between tasks, such as a classifier or a router of experts, is a `PerTask`. The names of the
+parameters of a `PerTask` contain the name of the task (``head.pets.weight``). All `PerTask` modules of a network share
+one `Tasks` object, which is copied and pickled with the network.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Tasks:
         SettingError: If there are no names, or if names are repeated or invalid.
     """
 
-    __slots__ = ("_active", "names")  # assigning to a misspelled `active` raises an error
+    __slots__ = ("_active", "names")  # an assignment to a misspelled `active` raises an error
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = tuple(names)
@@ -41,7 +41,7 @@ class Tasks:
         for name in self.names:
             # A ModuleDict does not accept the names of its attributes as keys.
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name) or hasattr(nn.ModuleDict, name) or name == "training":
-                known = "names of letters, digits, _ and -, other than attributes of nn.ModuleDict"
+                known = "names of letters, digits, _ and - that are not attributes of nn.ModuleDict"
                 raise SettingError("tasks", repr(name), known)
         self._active = self.names[0]
 
@@ -62,7 +62,7 @@ class Tasks:
 
 
 class PerTask(nn.ModuleDict):
-    """A container with one module per task. Its forward method runs the module of the active task.
+    """A container with one module per task. The forward method of the container runs the module of the active task.
 
     All `PerTask` modules of a network share the object `tasks`.
     """
@@ -107,10 +107,10 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
         UserError: If the classifier cannot be replaced, or if the network already has several tasks.
     """
     if tasks_of(model) is not None:
-        raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads once.")
+        raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads only once.")
     reset: Any = getattr(model, "reset_classifier", None)
     if reset is None:
-        why = "has no reset_classifier, so its classifier cannot be replaced"
+        why = "has no method reset_classifier, which is required to replace the classifier"
         raise UserError(f"{type(model).__name__} {why}. Use a timm model.")
     tasks = Tasks(classes)
     own = getattr(model, "num_classes", None)

@@ -37,7 +37,7 @@ def _bert(layers: int, width: int, heads: int) -> dict[str, Any]:
 
 
 _ROBERTA = {"vocab_size": 50265, "max_position_embeddings": 514, "type_vocab_size": 1, "layer_norm_eps": 1e-5}
-#: For each model name: repository on the hub, model type in `transformers`, and changes to the type's default
+#: For each model name, the repository on the hub, the model type in `transformers`, and changes to the default
 #: arguments. bert_small and bert_tiny are from Turc et al., "Well-Read Students Learn Better", 2019.
 TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert_base": ("google-bert/bert-base-uncased", "bert", {}),
@@ -52,7 +52,7 @@ _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.js
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")
 #: Key of the tokenizer in the metadata of model.safetensors.
 TOKENIZER = "tokenizer"
-#: Network arguments that other settings determine, with a hint for the error message.
+#: Network arguments that other settings determine. The values are hints for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states"), "The loss takes logits."),
@@ -70,7 +70,7 @@ _SIZES = {
     **dict.fromkeys(("vocab_size", "max_position_embeddings"), 2**24),
 }
 
-_ALTERNATIVES = "Or use model.weights=DIR, a local folder with these files."
+_ALTERNATIVES = "Alternatively, set model.weights=DIR, where DIR is a local folder with these files."
 
 
 def input_of(config: ModelConfig) -> InputSpec:
@@ -107,7 +107,7 @@ def _random(config: ModelConfig, about: Any) -> nn.Module:
         most = table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)
         assert config.max_length is not None
         if config.max_length > most:
-            raise SettingError("model.max_length", config.max_length, f"at most {most}, the positions of {config.name}")
+            raise SettingError("model.max_length", config.max_length, f"at most {most} (positions of {config.name})")
     return model
 
 
@@ -115,7 +115,7 @@ def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> 
     """Build a text classifier with the weights of a repository, a folder or a file. See `factory.create_model`."""
     about, source = _architecture(config, classes), _local(config)
     if (source / "adapter_config.json").is_file():
-        raise UserError(f"{source} contains an adapter. Merge it into its network first (peft: merge_and_unload()).")
+        raise UserError(f"The folder {source} contains an adapter. Merge the adapter first (peft: merge_and_unload()).")
     if config.weights_key is not None and source.is_dir():
         raise SettingError("model.weights_key", config.weights_key, "null if model.weights is a folder")
     options: Any = {"ignore_mismatched_sizes": True, "local_files_only": True, "trust_remote_code": False}
@@ -144,7 +144,7 @@ def load(config: ModelConfig, classes: int, random: nn.Module | None = None) -> 
     except (*_REFUSALS, OSError, EOFError, pickle.UnpicklingError, SafetensorError) as error:
         if isinstance(error, UserError):
             raise
-        raise UserError(f"{source}: the weights cannot be read ({first_line(error)}).") from error
+        raise UserError(f"The weights in {source} cannot be read ({first_line(error)}).") from error
     if not chosen.complete or chosen.model is None:
         raise no_fit(config, source, explain(config.name, source, contents, chosen, own, ()))
     report = report_of(source, contents, chosen, chosen.model)
@@ -173,16 +173,16 @@ def tokenizer_of(config: ModelConfig) -> Tokenizer:
 
 
 def _require_plain_tokenizer(folder: Path) -> None:
-    """Raise a UserError if the configuration of a tokenizer names a file outside of `folder`.
+    """Raise a UserError if the configuration of a tokenizer refers to a file outside of `folder`.
 
-    Entries of the configuration that name code are logged.
+    Entries of the configuration that refer to code are logged.
     """
     if not (folder / "tokenizer_config.json").is_file():
         return
     for name, value in read_json(folder / "tokenizer_config.json").items():
         if name.endswith("_file") and isinstance(value, str) and Path(value).name != value.replace("\\", "/"):
-            entry = f"{folder}/tokenizer_config.json: {name}={value}"
-            raise UserError(f"{entry} is outside of the folder. Remove the entry.")
+            entry = f"{name}={value} in {folder}/tokenizer_config.json"
+            raise UserError(f"The file {entry} is outside of the folder. Remove the entry.")
 
 
 #: Entries of a `transformers` configuration that do not describe the architecture.
@@ -199,15 +199,15 @@ def require_fitting(tokenizer: Tokenizer, model: nn.Module) -> None:
     table: nn.Embedding = model.get_input_embeddings()  # type: ignore[operator]
     if tokenizer.size > table.num_embeddings:
         raise UserError(
-            f"The tokenizer has {tokenizer.size} tokens, and the network embeds {table.num_embeddings} tokens. Use the"
-            " network's own tokenizer, or do not set model.kwargs.vocab_size."
+            f"The tokenizer has {tokenizer.size} tokens, but the network embeds only {table.num_embeddings} tokens."
+            " Use the network's own tokenizer, or do not set model.kwargs.vocab_size."
         )
 
 
 def portable(config: ModelConfig, model: nn.Module) -> ModelConfig:
     """Return a `model` section that builds the architecture of `model` without other files.
 
-    `config` is the section that created `model`. It may refer to a folder or a repository.
+    `config` is the section that created `model`, and may refer to a folder or a repository.
     """
     own = config.weights is not None and Path(config.weights).expanduser().is_dir()
     if config.name in TEXT_MODELS and not own:
@@ -229,7 +229,7 @@ def missing(config: ModelConfig) -> str | None:
         if os.path.isdir(path):  # pathlib raises an error if the name is too long
             lacking = [" or ".join(group) for group in _NEEDED if not any((path / name).is_file() for name in group)]
             allowed = "a folder with config.json, model.safetensors and the files of the tokenizer"
-            hint = f"It has no {', '.join(lacking)}."
+            hint = f"The folder does not contain {', '.join(lacking)}."
             return str(SettingError("model.weights", config.weights, allowed, hint)) if lacking else None
         if not os.path.isfile(path):
             return str(SettingError("model.weights", config.weights, "an existing folder or file"))
@@ -239,8 +239,8 @@ def missing(config: ModelConfig) -> str | None:
     if repository is None:
         what = "tokenizer" if config.weights is not None or not config.pretrained else "published weights"
         return (
-            f"model.name={config.name} is a model type without {what}. Use model.weights=DIR, a local folder with"
-            f" config.json, weights and tokenizer, or one of {', '.join(TEXT_MODELS)}."
+            f"model.name={config.name} is a model type without {what}. Set model.weights=DIR, where DIR is a local"
+            f" folder with config.json, weights and tokenizer, or set model.name to one of {', '.join(TEXT_MODELS)}."
         )
     absent = [group for group in _needed(config) if cached_file(repository, group) is None]
     if not absent:
@@ -251,7 +251,7 @@ def missing(config: ModelConfig) -> str | None:
         return None
     files = ", ".join(" or ".join(group) for group in absent)
     return (
-        f"Files of {config.name} ({files}) cannot be fetched from {url.partition('/resolve/')[0]} ({why}).\n"
+        f"The files {files} of {config.name} cannot be fetched from {url.partition('/resolve/')[0]} ({why}).\n"
         f"Download these files on a machine with network access. {_ALTERNATIVES}"
     )
 
@@ -272,7 +272,7 @@ def _repository(config: ModelConfig) -> str | None:
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", config.name) and not Path(config.name).is_dir():
         return config.name
     if not re.fullmatch(r"[\w-]+", config.name):
-        hint = "For a local folder, pass model.weights=DIR and the model type as model.name, e.g. bert."
+        hint = "For a local folder, set model.weights=DIR, and model.name to the model type, for example bert."
         raise SettingError("model.name", config.name, "OWNER/NAME on the hub, or a model type", hint)
     return None
 
@@ -311,7 +311,7 @@ def _transformers(config: ModelConfig) -> Any:
     try:
         import transformers
     except ImportError:
-        raise UserError(f"model.name={config.name} needs transformers: pip install 'efficient-ft[text]'.") from None
+        raise UserError(f"model.name={config.name} needs transformers. Run pip install 'efficient-ft[text]'.") from None
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
@@ -352,26 +352,26 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
     about.num_labels = classes
     if config.drop_rate or config.drop_path_rate:
         name = "drop_rate" if config.drop_rate else "drop_path_rate"
-        hint = "Set the network's own argument instead, e.g. +model.kwargs.hidden_dropout_prob for BERT."
+        hint = "Set an argument of the network instead, for example +model.kwargs.hidden_dropout_prob for BERT."
         raise SettingError(f"model.{name}", getattr(config, name), "0 with task=text", hint)
     return about
 
 
 def _read_architecture(config: ModelConfig, folder: Path) -> Any:
-    """Read the `transformers` configuration in a folder. Entries that name code are ignored."""
+    """Read the `transformers` configuration in a folder. Entries that refer to code are ignored."""
     plain = read_json(folder / "config.json")
     known = _transformers(config).CONFIG_MAPPING
     kind = plain.get("model_type", config.name)
     if not isinstance(kind, str) or kind not in known:
         why = f"model_type={plain.get('model_type')} is not a model type of transformers"
-        raise UserError(f"{folder}/config.json cannot be used ({why}).")
+        raise UserError(f"The file {folder}/config.json cannot be used: {why}.")
     try:
         return known[kind].from_dict(plain)
     except _REFUSALS as error:
-        raise UserError(f"{folder}/config.json cannot be used ({first_line(error)}).") from error
+        raise UserError(f"The file {folder}/config.json cannot be used: {first_line(error)}.") from error
 
 
 def _with_input_size(config: ModelConfig, model: nn.Module) -> nn.Module:
-    """Store the input size in `pretrained_cfg`, as timm does. The model view reads the size from there."""
+    """Store the input size in `pretrained_cfg`, as timm does. The model view reads this attribute."""
     model.pretrained_cfg = {"architecture": config.name, "input_size": input_of(config).size}  # type: ignore[assignment]
     return model

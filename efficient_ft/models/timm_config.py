@@ -14,8 +14,8 @@ from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
 from efficient_ft.core.input_spec import InputSpec
 
-#: timm arguments that have a separate setting, with a hint for the error message. Arguments that name a file must not
-#: come from a run folder, because early versions of timm unpickle the file.
+#: Arguments of timm that have a separate setting. The values are hints for the error message. Arguments that name a
+#: file must not come from a run folder, because early versions of timm unpickle the file.
 SET_ELSEWHERE = {
     "num_classes": "It follows from the data.",
     "pretrained": "Set model.pretrained instead.",
@@ -30,7 +30,7 @@ SET_ELSEWHERE = {
 def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
     """Return timm's pretrained configuration of a model, or an empty configuration if timm has none.
 
-    The configuration describes the weights and the input. Raise a SettingError if timm lacks the model or its tag.
+    The configuration describes the weights and the input. Raise a SettingError if timm lacks the model or the tag.
     """
     name = config.name
     if not timm.is_model(name):
@@ -46,7 +46,7 @@ def pretrained_cfg(config: ModelConfig) -> PretrainedCfg:
 def timm_kwargs(config: ModelConfig, cfg: PretrainedCfg, num_classes: int) -> dict[str, Any]:
     """Return the arguments of `timm.create_model`, or raise a SettingError if an argument has a separate setting."""
     kwargs: dict[str, Any] = {"num_classes": num_classes}
-    # Only models whose weights depend on the image size accept this argument. Other models work at any size.
+    # Only models whose weights depend on the image size accept this argument. Other models accept any size.
     if config.image_size is not None and cfg.fixed_input_size:
         kwargs["img_size"] = image_size(config, cfg)
     if config.drop_path_rate:
@@ -67,13 +67,13 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
         return timm.create_model(config.name, **kwargs, **more)
     except refusals as error:
         raise UserError(
-            f"model.name={config.name} cannot be built with {kwargs}: {first_line(error).rstrip('.')}. Change"
-            " model.kwargs or model.image_size."
+            f"model.name={config.name} cannot be built with the arguments {kwargs}: {first_line(error).rstrip('.')}."
+            " Change model.kwargs or model.image_size."
         ) from error
 
 
 def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
-    """Return the image size (H, W) in pixels: `model.image_size`, or the image size of the pretrained weights."""
+    """Return `model.image_size` as (H, W) in pixels, or the image size of the pretrained weights if it is None."""
     size = cfg.input_size[-2:] if config.image_size is None else config.image_size
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 

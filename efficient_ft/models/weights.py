@@ -1,6 +1,6 @@
 """Load weights from a file into a timm model.
 
-An error is raised if tensors are missing in the file or belong to a different variant of the model. Only a classifier
+An error is raised if tensors are missing in the file or belong to a different variant of the model. A classifier
 that is missing or does not fit is newly initialized instead.
 """
 
@@ -48,13 +48,14 @@ def load_weights(
     Args:
         config: The `model` section of the configuration.
         kwargs: Keyword arguments of `timm.create_model`.
-        random: The same model with random weights. Its classifier replaces a classifier that does not fit.
+        random: The same model with random weights. The classifier of this model replaces a classifier that does not
+            fit.
         cfg: timm's pretrained configuration of the model.
         path: Path of the file.
 
     Raises:
-        SettingError: If the file does not exist or cannot be read, or if no part or more than one part of the file fits
-            the model.
+        SettingError: If the file does not exist or cannot be read, if no part of the file fits the model, or if several
+            parts fit.
     """
     if path.suffix == ".npz" and _is_jax(path):
         return _load_npz(config, kwargs, path)
@@ -86,7 +87,7 @@ def match_timm(
     size = recorded_size(path)
     if size is not None:  # timm reads the shape of a non-square grid from its pretrained configuration
         overlay["input_size"] = (kwargs.get("in_chans", 3), *size)
-    # The replacement loads no weights. It captures timm's conversion function and the value of `strict`.
+    # The replacement loads no weights, but captures timm's conversion function and the value of `strict`.
     caught: dict[str, Any] = {"filter_fn": None, "strict": True}
     with mock.patch.object(timm_builder, "load_pretrained", lambda *_, **given: caught.update(given)):
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
@@ -99,7 +100,7 @@ def match_timm(
             with _quiet():
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
-        except Exception as failure:  # conversion functions may fail for weights of other models
+        except Exception as failure:  # conversion functions may fail for the weights of other models
             converted, error = given, first_line(failure).rstrip(".")
         result = compare(prefix, converted, own, model, heads, offset=cfg.label_offset or 0, lenient=lenient)
         left_out = {**result.left_out, **_dropped(given, converted)}
@@ -118,7 +119,7 @@ def match_timm(
 
 
 def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> LoadingReport:
-    """Check the weights of `fit` with `check_values`, and return the report of a network with these weights."""
+    """Check the weights of `fit` with `check_values`, and return the report on loading these weights."""
     key, prefix = split_prefix(contents, fit.prefix)
     left_out = {fit.prefix + name: reason for name, reason in fit.left_out.items()}
     left_out |= {name: "elsewhere in the file" for name in contents.tensors if not name.startswith(fit.prefix)}
@@ -128,7 +129,7 @@ def report_of(path: Path, contents: Contents, fit: Fit, model: nn.Module) -> Loa
 
 
 def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) -> tuple[str, ...]:
-    """Check for values that no trained network has.
+    """Check the weights for values that do not occur in trained networks.
 
     A matrix or kernel of a layer is suspicious if all its values are equal. Biases, scales, tokens, positions and
     classifiers are excluded, because they are often initialized to zero and may remain zero.
@@ -159,13 +160,13 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
     matrices = [
         name for name, p in model.named_parameters()
         if id(p) not in heads and name in floats and floats[name].ndim > 1 and floats[name].numel() > 1
-        and name.endswith("weight") and "token_type" not in name  # RoBERTa's published token-type embedding is zero
+        and name.endswith("weight") and "token_type" not in name  # the token-type embedding of RoBERTa is zero
     ]  # fmt: skip
     flat = [name for name in matrices if bool((floats[name] == floats[name].flatten()[0]).all())]
     zero = [name for name in flat if peaks[name] == 0]
     suspicious = {
         f"values up to {max((peaks[n] for n in large), default=0):.0e}": large,
-        "a running variance of 0 in most channels": dead,
+        "the running variance is 0 in most channels": dead,
         "all values are 0, as in a tensor that was never initialized": zero,
         "all values are equal": [name for name in flat if name not in zero],
     }
@@ -173,7 +174,7 @@ def check_values(path: Path, weights: Mapping[str, Tensor], model: nn.Module) ->
 
 
 def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Call one of timm's conversion functions. Some of these functions take only the weights."""
+    """Call one of timm's conversion functions, some of which take only the weights."""
     try:
         return dict(convert(weights, model))
     except TypeError:
@@ -198,7 +199,7 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
     """Convert floating-point tensors to fp32, and replace unusable tensors with zeros.
 
     Returns:
-        The tensors, and the reasons why tensors are unusable, by name.
+        The tensors, and a mapping from the names of unusable tensors to the reasons.
     """
     unusable = {}
     plain = {}
@@ -220,7 +221,7 @@ def _plain(given: dict[str, Tensor], own: Mapping[str, Tensor]) -> tuple[dict[st
 def _dropped(given: Mapping[str, Tensor], converted: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names of the tensors that timm's conversion dropped, each with the reason for the loading report.
 
-    The result is empty if the conversion created new tensors, because these may contain the dropped tensors.
+    The result is empty if the conversion created new tensors, because the new tensors may contain the dropped tensors.
     """
     kept = {value.untyped_storage().data_ptr() for value in converted.values()}
     own = {value.untyped_storage().data_ptr() for value in given.values()}
@@ -249,17 +250,17 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
     for name in changed:
         was, now, end = given[name].shape, taken[name].shape, name.rpartition(".")[2]
         if end == "pos_embed" and len(was) == len(now) == 3:
-            words.append(f"positions resized from {was[1]} to {now[1]}")
+            words.append(f"the number of positions was changed from {was[1]} to {now[1]}")
         elif name.endswith("patch_embed.proj.weight") and len(was) == len(now) == 4 and was[2:] != now[2:]:
-            words.append(f"patches resized from {was[2]}×{was[3]} to {now[2]}×{now[3]}")
+            words.append(f"patches were resized from {was[2]}×{was[3]} to {now[2]}×{now[3]}")
         elif len(was) == len(now) == 4 and was[1] != now[1] and was[2:] == now[2:]:
-            words.append(f"{name} changed from {was[1]} to {now[1]} channels")
+            words.append(f"{name} was changed from {was[1]} to {now[1]} channels")
     tables = sum(name.endswith("relative_position_bias_table") for name in changed)
-    return words + ([f"{tables} tables of relative positions resized"] if tables else [])
+    return words + ([f"{tables} relative position tables were resized"] if tables else [])
 
 
 def recorded_size(path: Path) -> tuple[int, int] | None:
-    """Return the training image size (H, W) in pixels from the metadata of a file, or None if it is not recorded."""
+    """Return the training image size (H, W) in pixels from the metadata of a file, or None if none is recorded."""
     try:
         size = json.loads(read_metadata(path).get("image_size", "null"))
     except (ValueError, RecursionError):  # the error is reported when the weights are read
@@ -268,7 +269,7 @@ def recorded_size(path: Path) -> tuple[int, int] | None:
 
 
 def _is_jax(path: Path) -> bool:
-    """Return True if an .npz file contains names of the original JAX weights, or is empty."""
+    """Return True if an .npz file contains names of the original JAX weights, or no names."""
     require_file(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -278,13 +279,13 @@ def _is_jax(path: Path) -> bool:
 
 
 def _load_npz(config: ModelConfig, kwargs: dict[str, Any], path: Path) -> nn.Module:
-    """Load original JAX weights of the ViT family with timm's loader, which initializes a head that does not fit."""
+    """Load original JAX weights of the ViT family with timm's loader. A head that does not fit is newly initialized."""
     overlay = {"file": str(path), "custom_load": True, "hf_hub_id": None, "url": ""}
     try:
         model = build(config, kwargs, pretrained=True, pretrained_cfg_overlay=overlay)
     except (KeyError, RuntimeError, AttributeError, OSError, ValueError, zipfile.BadZipFile, UserError) as error:
-        known = f"a file of the original JAX weights of {config.name}"
-        do = f"Loading it failed: {first_line(error).rstrip('.')}. Or pass a file with timm's names."
+        known = f"a file with the original JAX weights of {config.name}"
+        do = f"Loading the file failed: {first_line(error).rstrip('.')}. A file with timm's names is also accepted."
         raise SettingError("model.weights", path, known, do) from error
     own = model.state_dict()
     classes = len(np.load(path).get("head/bias", ()))

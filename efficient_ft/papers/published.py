@@ -1,26 +1,26 @@
 """The published tables of the four papers as data: the printed numbers, and the settings that reproduce each row.
 
-``tables/PAPER/NUMBER.csv`` contains the printed numbers. ``NUMBER.yaml`` next to it contains the title, the conditions,
-the settings of each row, deviations of our runs, and misprints:
+``tables/PAPER/NUMBER.csv`` contains the printed numbers. ``NUMBER.yaml`` in the same folder contains the title, the
+conditions, the settings of each row, deviations of our runs, and misprints:
 
 .. code-block:: yaml
 
     title: ...
     conditions: ...
     models: {vit_b: vit_base}                       # model options that differ from `MODELS`
-    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # of every row; {column}: replaced by a cell of the row
+    settings: ["model={model}", "recipe=lbp_wht/{data}"]   # settings of all rows; {column} is replaced by a cell
     rows:                                           # the first entry whose `when` matches adds its settings
       - {when: {method: lora}, settings: ["method=[{selection},lora]", "method.lora.rank={rank}"]}
       - {settings: ["method={method}"]}
     deviations:
       - {when: {model: vit_b}, data: food101, note: ...}
-    baseline:                                       # row to which ratios refer; default: full fine-tuning
+    baseline:                                       # row to which ratios refer (default: full fine-tuning)
       - {when: {method: back_razor}, row: "back_razor/3:ft_full"}
     costs:                                          # reasons why our count of a printed cost differs
       - {when: {model: vit_b}, columns: [train_memory_mb], reason: ...}
     rule: {unit: MiB, rows: [...]}                  # the paper's count of memory and multiply-adds (see `rules`)
     notes: [...]                                    # misprints and inconsistencies of the paper
-    reason: ...                                     # why no row can be run; replaces settings
+    reason: ...                                     # reason why no row can be run, instead of settings
     counted: true                                   # costs are counted even if no row can be run
     count_at: ["model.image_size=[256,512]"]        # additional settings for counting costs
 """
@@ -41,7 +41,7 @@ from efficient_ft.core.errors import UserError, did_you_mean
 
 FOLDER = Path(__file__).parent / "tables"
 
-#: The papers, in the order of their tables.
+#: The papers, in the order in which their tables are listed.
 PAPERS = {
     "lbp_wht": "LBP-WHT (Yang et al., NeurIPS 2023)",
     "back_razor": "Back Razor (Jiang et al., NeurIPS 2022)",
@@ -49,12 +49,12 @@ PAPERS = {
     "bsr": "BSR (Sarkar et al., CVPR Workshops 2024)",
 }
 
-#: Options of this package for the models and data sets, by their names in the papers.
+#: Options of this package for models and data sets. The keys are the names in the papers.
 MODELS = {"vit_b": "vit_base", "deit_s": "deit_small", "deit_t": "deit_tiny", "proxylessnas_mobile": "proxyless_mobile"}
 DATA = {name: name for name in ("cifar10", "cifar100", "pets", "aircraft", "cars", "cityscapes", "rte")}
 DATA |= {"flowers": "flowers102", "food": "food101", "cub": "cub200", "voc12a": "voc2012_aug", "voc": "voc2012_aug"}
 
-#: Titles and units of the columns of published numbers, except accuracies.
+#: Titles and units of the columns that contain published numbers other than the accuracy on a data set.
 COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",
@@ -89,9 +89,9 @@ class Cell:
     Attributes:
         data: option of the group ``data``, or None if there is no option for the data set.
         printed: the published number as text.
-        spread: the published ± value as text, or None.
+        spread: the part of the published number after ±, as text, or None if there is none.
         accuracy: the published number as a fraction.
-        arguments: command-line arguments; empty if the cell cannot be run.
+        arguments: command-line arguments of the run, or an empty tuple if the cell cannot be run.
         deviations: differences between our run and the paper.
     """
 
@@ -108,15 +108,15 @@ class Row:
     """A row of a published table.
 
     Attributes:
-        name: name that is unique in the table. It consists of the columns that identify the row.
+        name: name that is unique in the table and consists of the columns that identify the row.
         label: name of the row in the paper.
         columns: settings of the row, as in the CSV file.
-        costs: published costs by column (`COSTS`).
+        costs: published costs by column (a key of `COSTS`).
         cells: published accuracies by column (``acc_cifar10``, ``miou_cityscapes``).
-        arguments: command-line arguments of the first cell that can be run or, in a table without accuracies, of the
-            row. Empty if the row cannot be run.
+        arguments: command-line arguments of the first cell that can be run, or of the row in a table without
+            accuracies. The tuple is empty if the row cannot be run.
         together: True if one run on several data sets reproduces all cells.
-        reason: reason why the row cannot be run, or None.
+        reason: reason why the row cannot be run, or None if the row can be run.
     """
 
     name: str
@@ -130,7 +130,7 @@ class Row:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Return the data sets of the row if one run covers all of them."""
+        """Return the data sets of the row if one run covers all of them, or an empty tuple otherwise."""
         return tuple(cell.data for cell in self.cells.values() if cell.data) if self.together else ()
 
     @property
@@ -154,14 +154,14 @@ class Table:
     """A published table.
 
     Attributes:
-        name: name of the form ``PAPER/NUMBER``, e.g. ``lbp_wht/2``. PAPER is a key of `PAPERS`.
+        name: name in the format ``PAPER/NUMBER``, for example ``lbp_wht/2``. PAPER is a key of `PAPERS`.
         paper: key of `PAPERS`.
         number: number of the table in the paper.
         title: short description of the contents.
         conditions: conditions that apply to all rows.
         rows: rows in the order of the paper.
         notes: misprints and inconsistencies in the paper.
-        reason: reason why no row can be run, or None.
+        reason: reason why no row can be run, or None if rows can be run.
         counted: True if costs are counted even if no row can be run.
         count_at: additional arguments for counting costs.
     """
@@ -202,7 +202,7 @@ def rule_of(table: str, row: Row) -> dict[str, Any] | None:
 
 
 def baseline_of(table: Table, row: Row) -> tuple[Table, Row]:
-    """Return the table and the row of the baseline for the published ratios of `row`.
+    """Return the baseline to which the published ratios of `row` refer, as a table and a row of this table.
 
     The baseline is full fine-tuning of the same model in the same kind of training, unless the table's file names
     another row (``TABLE:ROW``).
@@ -238,9 +238,9 @@ def table_names() -> tuple[str, ...]:
 
 @cache
 def published_table(name: str) -> Table:
-    """Return the table with the given name, e.g. ``lbp_wht/2``. Raise a `UserError` if the table does not exist."""
+    """Return the table with the given name, for example ``lbp_wht/2``. Raise a UserError if there is no such table."""
     if any(figure.name == name for figure in figures()):
-        raise UserError(f"{name} is a figure. Draw it with efficient-ft figure {name}. See `efficient-ft table`.")
+        raise UserError(f"{name} is a figure. To draw it, run efficient-ft figure {name}. See also efficient-ft table.")
     if name not in table_names():
         known = ", ".join(table_names())
         raise UserError(f"table must be one of {known}, got {name}.{did_you_mean(str(name), table_names())}")
@@ -266,7 +266,7 @@ def published_table(name: str) -> Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A published figure, and the command that draws it, or the reason why no command draws it."""
+    """A published figure, with the command that draws the figure or the reason why no command draws it."""
 
     name: str
     title: str
@@ -344,7 +344,7 @@ def _arguments(
 ) -> tuple[str, ...]:
     """Return the arguments of a run.
 
-    Each ``{column}`` is replaced by a cell of the row, with this package's names of models and data sets.
+    Each ``{column}`` in `templates` is replaced by a cell of the row. Models and data sets have this package's names.
     """
     words = dict(columns)
     words["data"] = data
@@ -355,7 +355,7 @@ def _arguments(
     if columns.get("drop_rate"):
         words["keep_rate"] = f"{1 - float(columns['drop_rate']):g}"
     filled = [re.sub(r"\{(\w+)\}", lambda match: words[match[1]], template) for template in templates]
-    by_key = {argument.partition("=")[0]: argument for argument in filled}  # the last argument of each key
+    by_key = {argument.partition("=")[0]: argument for argument in filled}  # keeps the last argument of each key
     first = ("model", "data", "tasks", "recipe", "method")
     order = {key: place for place, key in enumerate(first)}
     return tuple(by_key[key] for key in sorted(by_key, key=lambda key: order.get(key, len(first))))

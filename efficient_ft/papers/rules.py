@@ -1,14 +1,14 @@
 """Count memory and multiply-adds for the rows of published tables, with the cost formulas of the papers.
 
-The ``rule`` section of a table file defines how its rows are counted:
+The ``rule`` section of a table file defines how the costs of the rows are counted:
 
 .. code-block:: yaml
 
     rule:
-      unit: MiB                                     # unit of the memory column; MB: 10⁶ bytes
-      rule: bsr                                     # see `efficient_ft.cost.published`; default: tinytl
+      unit: MiB                                     # unit of the memory column, MiB or MB (10⁶ bytes)
+      rule: bsr                                     # tinytl (default) or bsr, see `efficient_ft.cost.published`
       rows:                                         # settings of matching rows; later entries take precedence
-        - {when: {method: back_razor}, value_bytes: 4, note: 4 bytes per value}
+        - {when: {method: back_razor}, value_bytes: 4, note: each value has 4 bytes}
 
 The columns of a row determine which parameters are trained and which tokens are dropped. Models stay on the meta
 device, and nothing is executed.
@@ -56,7 +56,7 @@ from efficient_ft.papers.published import Row, Table, rule_of
 _RULES = {"tinytl": TINYTL_RULE, "bsr": BSR_RULE}
 _UNITS = {"MiB": 2**20, "MB": 10**6}
 
-#: Methods for values of the column ``method`` in Back Razor's tables. Other values train the full model.
+#: Methods for the values of the column ``method`` in Back Razor's tables. For other values, the full model is trained.
 _SELECTIONS: dict[str, tuple[Callable[[], Any], ...]] = {
     "head": (HeadOnly,),
     "bitfit": (BitFit,),
@@ -94,17 +94,17 @@ class CountSettings:
         architecture: name of the model in the paper or in timm.
         batch_size: number of images.
         methods: methods that are applied to the model, in order.
-        keeping: form in which activations are stored.
+        keeping: format in which activations are stored.
         rule: cost formula of the paper.
-        unit: bytes per unit of memory.
+        unit: number of bytes per unit of memory.
         input_size: (height, width) of images in pixels, or (tokens,) of texts.
         classes: number of classes.
         frozen_norms: True if the scales and shifts of normalization layers are frozen, as in Back Razor's CNNs.
         parameters: rule for counting parameters: 4 bytes per trained and 1 byte per frozen parameter (``rule``), 1 byte
             per parameter (``one_byte``), or 0 bytes (``none``).
-        by_name: block indices for which the published count also trains the parameters that `named_alike` returns.
-        experts: True to count only multiply-adds of linear layers and the patch embedding, without attention products
-            and the feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
+        by_name: indices of blocks. The published count assumes that the parameters from `named_alike` are also trained.
+        experts: if True, count only the multiply-adds of linear layers and the patch embedding, without the
+            feed-forward networks or experts of blocks 3, 7 and 11 (BSR, Table 6).
         dense: regular expression for the names of operations whose activations stay dense.
         left_out: regular expression for the names of operations that are not counted.
         note: note on the count of the row.
@@ -133,7 +133,7 @@ class CountSettings:
 
 @dataclass(frozen=True)
 class CountedCost:
-    """Cost of a row by the paper's formula.
+    """The cost of a row according to the paper's formula.
 
     `memory` is in the unit of the row's `CountSettings`. `as_listed` is the memory if only the listed blocks were
     unfrozen. `gmacs` is the number of multiply-adds of the forward pass of a batch, divided by 10⁹.
@@ -242,8 +242,8 @@ def count_cost(of: CountSettings) -> CountedCost:
         model = of.model()
         for name in alike:
             model.get_parameter(name).requires_grad_(True)
-        # The published count of linear and normalization layers depends on which of their weights train. However, no
-        # gradient passes through attention and GELU before the first listed block, even if parameters train there.
+        # The published count of linear and normalization layers depends on which of their weights are trained. However,
+        # no gradient passes through attention and GELU before the first listed block, even if its parameters train.
         trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))
@@ -255,10 +255,10 @@ def count_cost(of: CountSettings) -> CountedCost:
 
 
 def named_alike(names: Iterable[str], blocks: Sequence[int]) -> list[str]:
-    """Return the parameters that BSR's Table 7 assigns to `blocks`: their names contain the index of one of the blocks.
+    """Return the names of the parameters that Table 7 of BSR assigns to `blocks`.
 
-    The index may occur anywhere in a name. Index 2 matches block 2, and ``norm2`` and ``fc2`` of each block. Index 0
-    matches blocks 0 and 10.
+    These names contain the index of one of the blocks at any position. For example, index 2 matches block 2, and
+    ``norm2`` and ``fc2`` of each block. Index 0 matches blocks 0 and 10.
     """
     return [name for name in names if any(str(block) in name for block in blocks)]
 
@@ -288,7 +288,7 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
 
 @dataclass(frozen=True)
 class _Operations:
-    """Operations on one image, bytes of parameters, and names of frozen parameters."""
+    """The operations on one image, the number of bytes of the parameters, and the names of frozen parameters."""
 
     operations: tuple[Operation, ...]
     parameter_bytes: int
@@ -328,11 +328,11 @@ def network(architecture: str, classes: int) -> nn.Module:
 
 
 def _pad_before_widening(model: nn.Module) -> None:
-    """Pad the map before the 1×1 convolution that widens it, instead of in the depthwise convolution after it.
+    """Pad the feature map before the 1×1 convolution that widens the map, instead of in the next depthwise convolution.
 
-    This increases the widened maps and the bytes saved for them. Back Razor's Table 5 corresponds to this variant of
-    MobileNetV2. The paper reports 8280 MiB of packable activations, and this variant has 8318 MiB. With padding in the
-    depthwise convolution, the count is 7528 MiB.
+    With this padding, the widened maps and the number of bytes saved for them are larger. Back Razor's Table 5
+    corresponds to this variant of MobileNetV2. The paper reports 8280 MiB of packable activations, and this variant has
+    8318 MiB. With padding in the depthwise convolution, the count is 7528 MiB.
     """
 
     def pad(by: int) -> Any:

@@ -122,8 +122,9 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
 
 
 def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs, and assign each run without an image digest to a group with the same settings. If several groups
-    with the same settings used different images, the run remains in a separate group.
+    """Return the runs, and assign each run without an image digest to a group with the same settings.
+
+    If several groups with the same settings used different images, the run remains in a separate group.
     """
     runs = tuple(runs)
     known: dict[str, set[str]] = {}
@@ -210,8 +211,9 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 
 
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
-    """Return the header, and one row for each group of runs that differ only in their seed. Each row contains the means
-    over the runs and the standard deviation of the test accuracy.
+    """Return the header, and one row for each group of runs that differ only in their seed.
+
+    Each row contains the means over the runs and the standard deviation of the test accuracy.
     """
     settings = varying(collection.runs)
     header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]

@@ -42,8 +42,9 @@ class EnergyMeter:
 
     @property
     def joules(self) -> float | None:
-        """Energy that has been used since `start`, in joules, or None if no counter is readable. Read this property
-        every few minutes, because the counters wrap around.
+        """Energy that has been used since `start`, in joules, or None if no counter is readable.
+
+        Read this property every few minutes, because the counters wrap around.
         """
         if self.source is None:
             return None

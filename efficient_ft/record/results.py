@@ -1,5 +1,6 @@
-"""Contents of ``results.json``, which stores the results of a finished run in the run folder. The types in this module
-describe the JSON objects, which are plain dictionaries.
+"""Contents of ``results.json``, which stores the results of a finished run in the run folder.
+
+The types in this module describe the JSON objects, which are plain dictionaries.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ NAME = "results.json"
 
 
 class ExecutedCost(TypedDict):
-    """Counted costs per image. These costs are the same on all machines. Two optional entries describe the whole batch:
-    `step_peak_bytes` is the peak size of live tensors, without the model and the batch. `optimizer_bytes` is the size
-    of the optimizer state.
+    """Counted costs per image.
+
+    These costs are the same on all machines. Two optional entries describe the whole batch: `step_peak_bytes` is the
+    peak size of live tensors, without the model and the batch. `optimizer_bytes` is the size of the optimizer state.
     """
 
     forward_flops: float

@@ -1,7 +1,7 @@
-"""Definition and records of a study. A study compares methods on one network and data set over several seeds. Each
-method uses the best value of one tuned setting.
+"""Definition and records of a study.
 
-A study is a folder with two files. ``study.yaml`` defines the runs:
+A study compares methods on one network and data set over several seeds. Each method uses the best value of one tuned
+setting. A study is a folder with two files. ``study.yaml`` defines the runs:
 
 .. code-block:: yaml
 
@@ -284,7 +284,7 @@ class Records:
         if different:
             raise UserError(
                 f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root)"
-                f" differ from the images of {len(different)} records in {self.path}. Use the same images, or copy"
+                f" differ from the images of {len(different)} of the records in {self.path}. Use the same images, or copy"
                 f" {DEFINITION} to another folder."
             )
 
@@ -346,8 +346,9 @@ class Records:
         return None if missing else best
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
-        """Return the best value so far, or None if all runs diverged, and the next runs of the search. If several
-        values have the same accuracy, the lowest of them is the best value.
+        """Return the best value so far, or None if all runs diverged, and the next runs of the search.
+
+        If several values have the same accuracy, the lowest of them is the best value.
         """
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]

@@ -120,8 +120,9 @@ def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> C
 
 
 def _font() -> _Font:
-    """Return the font DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew. If DejaVu Sans is not
-    installed, return the default font of Pillow, which covers Latin.
+    """Return the font DejaVu Sans, which also covers Greek, Cyrillic, Arabic and Hebrew.
+
+    If DejaVu Sans is not installed, return the default font of Pillow, which covers Latin.
     """
     places = ["DejaVuSans.ttf"]
     spec = importlib.util.find_spec("matplotlib")

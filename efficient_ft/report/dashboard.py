@@ -1,5 +1,6 @@
-"""Upload of finished runs to Weights & Biases, and a report with panels that correspond to the figures of papers. With
-``offline``, wandb stores the runs locally for ``wandb sync`` instead. `write_panels` writes the definitions of the
+"""Upload of finished runs to Weights & Biases, and a report with panels that correspond to the figures of papers.
+
+With ``offline``, wandb stores the runs locally for ``wandb sync`` instead. `write_panels` writes the definitions of the
 panels as JSON.
 """
 
@@ -34,11 +35,10 @@ PANELS: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 
 
 def upload(found: Collection, *, project: str, entity: str | None, offline: bool, out: Path) -> list[str]:
-    """Upload each run to wandb under its run id, and return the names of the runs. The uploaded data is equal to the
-    data that a run with the wandb logger logs.
+    """Upload each run to wandb under its run id, and return the names of the runs.
 
-    `entity` is the name of a user or team, or None for the user who is logged in. With `offline`, wandb stores the runs
-    in the folder `out` instead.
+    The uploaded data is equal to the data that a run with the wandb logger logs. `entity` is the name of a user or
+    team, or None for the user who is logged in. With `offline`, wandb stores the runs in the folder `out` instead.
 
     Raises:
         UserError: If wandb is not installed or cannot start.

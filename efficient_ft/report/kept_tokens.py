@@ -49,11 +49,10 @@ class Kept:
 
 
 def kept_tokens(run: Path, config: Config, count: int) -> Kept:
-    """Run the trained network on the first `count` images of the evaluation split, and return the kept patches. With
-    several tasks, the images of the first task are used.
+    """Run the trained network on the first `count` images of the evaluation split, and return the kept patches.
 
-    If tokens are dropped only in training (ALaST), the blocks drop tokens with the budgets in the checkpoint of the
-    run, while dropout and drop path are disabled.
+    With several tasks, the images of the first task are used. If tokens are dropped only in training (ALaST), the
+    blocks drop tokens with the budgets in the checkpoint of the run, while dropout and drop path are disabled.
 
     Raises:
         UserError: If weights or data are missing, no tokens are dropped, or the positions of tokens are unknown.

@@ -132,8 +132,9 @@ def _on_grid(gradient: Tensor, layer: Layer) -> Tensor:
 
 
 def training_memory(config: Config | None = None) -> Chart:
-    """Back Razor, Figure 1: training memory at batch size 16, counted in the same way as in TinyTL. The memory limits
-    of devices are omitted, because the paper does not give their values.
+    """Back Razor, Figure 1: training memory at batch size 16, counted in the same way as in TinyTL.
+
+    The memory limits of devices are omitted, because the paper does not give their values.
     """
     networks = (
         ("ResNet-50", "resnet50", ()),

@@ -101,8 +101,9 @@ def _record(rows: Sequence[dict[str, Any]]) -> Record:
 
 
 def block_labels(blocks: Sequence[str]) -> list[str]:
-    """Return short names of blocks, which consist of the numbers in the full names. If the short names are not unique,
-    return the full names.
+    """Return short names of blocks, which consist of the numbers in the full names.
+
+    If the short names are not unique, return the full names.
     """
     short = [".".join(re.findall(r"\d+", name)) for name in blocks]
     return short if all(short) and len(set(short)) == len(short) else list(blocks)

@@ -79,7 +79,8 @@ def _pictures(runs: Sequence[Run]) -> str:
             f"<figcaption>{caption}</figcaption></figure>"
         )
     if len(have) > MAX_PICTURES:
-        parts.append(f"<p>{len(have) - MAX_PICTURES} additional runs have a file {EXAMPLES} in their run folders.</p>")
+        shown = f"Pictures are shown for {MAX_PICTURES} of {len(have)} runs."
+        parts.append(f"<p>{shown} The other pictures are files {EXAMPLES} in the run folders.</p>")
     return "\n".join(parts)
 
 
@@ -171,7 +172,9 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
     """Return a name for each run that consists of the methods and the settings in which runs with the same methods
-    differ. Only settings that start with `prefix` are included.
+    differ.
+
+    Only settings that start with `prefix` are included.
     """
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
@@ -222,8 +225,9 @@ def _thinned(places: Sequence[int]) -> list[int]:
 
 
 def budgets_of(folder: Path) -> dict[str, Any] | None:
-    """Return the recorded budgets of a run, or None if no budgets were recorded. The result contains the steps, the
-    names of the blocks, and the budgets at each step.
+    """Return the recorded budgets of a run, or None if no budgets were recorded.
+
+    The result contains the steps, the names of the blocks, and the budgets at each step.
     """
     try:
         record = read(folder)

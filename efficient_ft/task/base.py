@@ -40,7 +40,7 @@ class Task(ABC):
     """The base class of all tasks. A task runs a network, computes its loss, and evaluates its predictions.
 
     Attributes:
-        name: the name in ``task=NAME``.
+        name: value of the setting ``task`` that selects this task.
         metric: name of the metric that selects the best epoch. The metric is a fraction, and larger values are better.
         item: noun for the unit that is assigned to one class: image, pixel or text.
         sample: noun for one sample of a batch: image or text.
@@ -56,20 +56,20 @@ class Task(ABC):
     def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
         """Run a network and return its logits.
 
-        The network returns the logits as a tensor, or an object with the attribute `logits` (models from
-        `transformers`).
+        The network must return the logits as a tensor, or an object with an attribute `logits`, like models from
+        `transformers`.
 
         Returns:
             The logits (B, classes, ...). Any further dimensions are positions, such as pixels.
 
         Raises:
-            UserError: If the output has another type or another number of dimensions.
+            UserError: If the output of the network has a wrong type or a wrong number of dimensions.
         """
         output: Any = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != self._dimensions:
             found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
-            raise UserError(f"{type(model).__name__} must return logits {self._shape}, got {found}.")
+            raise UserError(f"{type(model).__name__} must return logits of shape {self._shape}, got {found}.")
         return logits
 
     #: Number of dimensions of the logits, and the names of the dimensions for error messages.
@@ -86,7 +86,7 @@ class Task(ABC):
     def labeled(self, targets: Tensor) -> Tensor | None:
         """Return the number of items over which `loss` averages, or None if each sample is one item.
 
-        The number is a scalar tensor.
+        The number is returned as a scalar tensor.
         """
         return None
 
@@ -97,7 +97,7 @@ class Task(ABC):
     def chance_loss(self, num_classes: int) -> float:
         """Return the loss of predictions that do not depend on the input.
 
-        By default, all classes have the same probability.
+        By default, all classes are predicted with the same probability.
         """
         return math.log(num_classes)
 
@@ -119,7 +119,7 @@ class Task(ABC):
 
     @abstractmethod
     def example_targets(self, batch_size: int, input_size: tuple[int, ...]) -> Tensor:
-        """Return targets for a batch, all of class 0. They are used to count the cost of a step without data.
+        """Return targets of class 0 for a batch. These targets are used to count the cost of a step without data.
 
         `input_size` is (H, W) for images and (length,) for sequences.
         """
@@ -143,11 +143,11 @@ class Scores(nn.Module, ABC):
 
     @abstractmethod
     def compute(self) -> dict[str, float]:
-        """Return the metrics over all batches since the last `reset`. The first metric is the task's `metric`."""
+        """Return the metrics over all batches since the last `reset`. The first metric is `Task.metric`."""
 
     @abstractmethod
     def each_class(self) -> dict[int, float]:
-        """Return a mapping from class indices to metrics, for each class that occurs in the targets or predictions."""
+        """Return the metric of each class that occurs in the targets or predictions, keyed by class index."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -11,7 +11,7 @@ from efficient_ft.task.base import Scores, at_size
 
 
 class _Counts(Metric):
-    """For each class, the number of samples and the number of correct predictions."""
+    """Metric that counts the samples and the correct predictions of each class."""
 
     right: Tensor
     support: Tensor
@@ -32,7 +32,7 @@ class _Counts(Metric):
 class MeanLoss(Metric):
     """Mean loss over all items, computed from the mean losses of batches."""
 
-    # MeanMetric of torchmetrics is not used, because it ignores the weights if nan_strategy="disable".
+    # MeanMetric of torchmetrics is not used, because MeanMetric ignores weights if nan_strategy="disable".
     total: Tensor
     items: Tensor
 
@@ -105,7 +105,7 @@ class Overlap(Scores):
 
 
 def _overlaps(counts: Tensor) -> Tensor:
-    """Return the IoU of each class, or NaN for absent classes.
+    """Return the IoU of each class, or NaN for classes that do not occur.
 
     `counts` has the dimensions (true class, predicted class).
     """

@@ -17,7 +17,7 @@ class Segmentation(Task):
 
     Args:
         window: size (h, w) of the sliding windows for evaluation, or None to evaluate whole images. Windows overlap by
-            at least a third. The logits of a pixel are averaged over all windows that contain the pixel.
+            at least a third of their size. The logits of a pixel are averaged over all windows that contain the pixel.
     """
 
     name = "segmentation"

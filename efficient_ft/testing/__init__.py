@@ -1,4 +1,4 @@
-"""A test kit for methods: contracts, the small models that they run on, and training steps.
+"""Test kit for methods: contracts, small models for testing the contracts, and training steps.
 
 Running the contracts requires pytest (`pip install efficient-ft[dev]`). Importing this package does not require pytest.
 """

@@ -1,4 +1,4 @@
-"""The contracts of methods, as a test class that runs on a table of settings.
+"""A test class that checks the contracts of methods for a table of settings.
 
 Define a subclass in a test file, for example::
 
@@ -43,12 +43,12 @@ from efficient_ft.testing.steps import evaluate, gradients, largest_difference, 
 
 
 class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
-    """Base class of test classes that run the contracts of methods on rows of settings.
+    """Base class of test classes that check the contracts of methods for each `Row` of settings.
 
     Define a subclass in a test file and set `rows`. pytest runs every contract (``test_…``) on all rows and models.
 
     Attributes:
-        rows: Table of settings, by row name.
+        rows: Dict from row names to rows of settings.
         conf: Folder with the YAML files of the methods. If None, YAML files are not tested.
     """
 
@@ -60,14 +60,14 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert METHODS.get(method.name) in (method, None), "another method has this name"
 
     def test_the_row_is_complete(self, row: str) -> None:
-        """The row has models, a reference, and either an off value or the reason why no off value exists."""
+        """A `Row` contains models, a reference, and either `off` or the reason `why_no_off`."""
         r = self.rows[row]
         exact = r.on_reference == "exact"
-        assert exact or callable(r.on_reference), "the row requires on_reference: 'exact', or a Reference"
-        assert set(r.models) - set(r.unreferenced), "no model is compared with the reference"
-        assert all(r.unreferenced.values()), "an entry of unreferenced has no reason"
-        assert (r.off is None) == bool(r.why_no_off), "a row requires either off or why_no_off"
-        assert r.off is None or r.instead is None, "a row with an off value must not have instead"
+        assert exact or callable(r.on_reference), "on_reference must be 'exact' or a Reference"
+        assert set(r.models) - set(r.unreferenced), "at least one model must be compared with the reference"
+        assert all(r.unreferenced.values()), "every entry of unreferenced must have a reason"
+        assert (r.off is None) == bool(r.why_no_off), "a Row must set either off or why_no_off"
+        assert r.off is None or r.instead is None, "a Row must not set both off and instead"
         assert set(r.models) | set(r.refused) <= set(MODELS)
         assert not set(r.models) & set(r.refused)
         assert r.models, "the row has no models"
@@ -82,13 +82,13 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert method.state_key.startswith(method.name)
 
     def test_apply_reports_what_it_did_and_is_idempotent(self, row: str, name: str) -> None:
-        """The report contains names of modules or parameters of the model, and a second `apply` changes nothing."""
+        """The report of `apply` names modules or parameters of the model, and a second `apply` changes nothing."""
         model, method = model_of(name), self.rows[row].create()
         assert method.applied is None
         torch.manual_seed(1)
         with counted_probes() as probes:
             report = method.apply(model)
-        assert len(probes) <= 1, "apply runs more than one forward pass on fake tensors"
+        assert len(probes) <= 1, "apply must run at most one forward pass on fake tensors"
         names = {n for n, _ in model.named_modules()} | {n for n, _ in model.named_parameters()}
         plain = {n.replace(".base_layer", "") for n in names}
         assert report.touched
@@ -138,7 +138,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert _state(model) == before
 
     def test_copies_and_pickles_train_alike(self, row: str, name: str) -> None:
-        """Deep copies and unpickled copies of a model and its method have the gradients of the original."""
+        """Deep copies and unpickled copies of a model and its method have the same gradients as the original."""
         model, method = self.applied(row, name)
         stir(model)
         warm_up(model, method, name)
@@ -148,7 +148,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         # Only the first pass of each copy is compared, because the next pass of a step rounds with different noise.
         expected = gradients(copied, name)
         assert largest_difference(expected, gradients(pickled, name)) == 0
-        # Changes of a copy do not affect the original.
+        # Changes to a copy must not affect the original.
         keys = list(model.state_dict())
         copied_method.remove(copied)
         assert list(copied.state_dict()) == list(model_of(name).state_dict())
@@ -166,7 +166,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert method.applied is None
         assert not marks_of(model)
         changed = differing(structure(plain), structure(model))
-        assert not changed, f"remove does not restore {'; '.join(changed[:5])}"
+        assert not changed, f"remove must restore the model, but changed {'; '.join(changed[:5])}"
         plain.load_state_dict(model.state_dict())
         again = copy.deepcopy(model)  # copied before the running statistics of BatchNorm change
         assert largest_difference(gradients(plain, name), gradients(model, name)) == 0
@@ -177,7 +177,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
     def test_what_is_exported_is_the_pretrained_models_own(self, row: str, name: str) -> None:
         """The plain timm model with the exported weights returns the logits of the trained model.
 
-        If a method does not merge its modules, they are added to the plain model first.
+        If a method does not merge its modules, these modules are added to the plain model first.
         """
         model, method = self.applied(row, name)
         before = evaluate(self.rows[row].initial_model(model_of(name)), name)
@@ -201,24 +201,24 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
         """The settings in each YAML file, including inherited settings, are the arguments of the constructor."""
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
-        assert package, f"{file.name} must begin with its package, e.g. # @package method.{file.stem}"
+        assert package, f"the first line of {file.name} must state the package, e.g. # @package method.{file.stem}"
         (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
         values = option_settings(file)
         parameters = inspect.signature(method).parameters
         select = values.pop("select", None)
-        assert (select is None) == (method.axis == Axis.SELECTION), "only a selection has no default selection"
+        assert (select is None) == (method.axis == Axis.SELECTION), "only selection methods must omit select"
         assert values.keys() == parameters.keys()
         if file.stem == method.name:
             assert values == {n: "???" if p.default is p.empty else p.default for n, p in parameters.items()}
         else:
-            assert any(values[n] != p.default for n, p in parameters.items()), "a variant must differ from its method"
+            assert any(values[n] != p.default for n, p in parameters.items()), "a variant must differ from the defaults"
 
     def test_every_method_has_a_yaml_of_its_name(self) -> None:
         """Each method has a YAML file with its name."""
         if self.conf is not None:
             names = {r.method.name for r in self.rows.values()}
             missing = names - {file.stem for file in self.conf.glob("*.yaml")}
-            assert not missing, f"{self.conf} has no YAML file for {', '.join(sorted(missing))}"
+            assert not missing, f"the folder {self.conf} contains no YAML file for {', '.join(sorted(missing))}"
 
 
 @contextmanager
@@ -242,8 +242,8 @@ def worked_on_or_refused(plain: nn.Module, images: torch.Tensor, rows: Mapping[s
 
     Args:
         plain: Classifier with at least two classes.
-        images: Two images, (2, 3, H, W).
-        rows: Table of settings, by row name.
+        images: Two images with shape (2, 3, H, W).
+        rows: Dict from row names to rows of settings.
 
     Returns:
         Names of the rows whose methods train on the model.

@@ -18,12 +18,12 @@ CLASSES = 5
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A reduced timm model.
+    """A timm model of reduced size.
 
     Attributes:
         architecture: Name of the timm model.
         size: Height and width of the images in pixels.
-        kwargs: Further arguments of `timm.create_model`.
+        kwargs: Additional keyword arguments of `timm.create_model`.
     """
 
     architecture: str
@@ -36,15 +36,15 @@ class SmallModel:
 
 
 MODELS = {
-    # A class token and an 8×8 grid.
+    # A transformer with a class token and an 8×8 token grid.
     "vit": SmallModel(
         "vit_tiny_patch16_224", 32, {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
     ),
-    # Convolutions on maps, followed by attention with two heads on tokens. Attention biases fix the image size.
+    # Convolutions, followed by attention with two heads. The attention biases require a fixed image size.
     "efficientformer": SmallModel(
         "efficientformer_l1", 224, {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1}
     ),
-    # Windows of 4×4 tokens, patch merging, and a qkv layer whose weight is used without calling the layer.
+    # Attention windows of 4×4 tokens, patch merging, and a qkv layer whose weight is used without calling the layer.
     "swinv2": SmallModel(
         "swinv2_tiny_window8_256",
         64,
@@ -59,11 +59,11 @@ MODELS = {
     ),
     # A convolutional network without attention.
     "resnet": SmallModel("resnet26", 64, {"layers": (1, 1, 1, 1), "channels": (16, 16, 32, 32)}),
-    # Inverted residual blocks, with normalization and activation in one layer.
+    # A network of inverted residual blocks. Each normalization layer includes the activation function.
     "mobilenet": SmallModel("mobilenetv2_035", 64),
 }
 
-#: Models that a row is tested on by default.
+#: Default models of a `Row`.
 USUAL = ("vit", "resnet", "swinv2", "efficientformer")
 
 
@@ -95,7 +95,7 @@ def lively(model: nn.Module) -> nn.Module:
 def batch_of(name: str, dtype: torch.dtype = torch.float64, seed: int = 0, count: int = 2) -> tuple[Tensor, Tensor]:
     """Return smooth images (count, 3, H, W) and their labels.
 
-    The images are smooth, because a low-pass method would remove almost all of the content of noise.
+    The images are smooth, because methods with a low-pass filter would remove most of the content of noise.
     """
     generator = torch.Generator().manual_seed(seed)
     size = MODELS[name].size

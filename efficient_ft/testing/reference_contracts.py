@@ -1,4 +1,4 @@
-"""Contracts of gradients, which must equal those of the row's reference and, with the off value, of plain training."""
+"""Contracts that compare gradients with a reference and, for the settings `Row.off`, with plain training."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from efficient_ft.testing.rows import SETS_REQUIRES_GRAD, ContractTests, Instead
 from efficient_ft.testing.snapshots import Lines, traced_lines
 from efficient_ft.testing.steps import Gradients, evaluate, gradients, largest_difference, stir, train_a_little, warm_up
 
-#: If the `rtol` of a row is larger than this value, the method rounds values.
+#: A method is assumed to round values if the `rtol` of its row is larger than this value.
 _ROUNDS = 1e-6
-#: Number of passes whose mean gradient is compared if a method rounds values at random.
+#: Number of passes whose mean gradient is compared if a method rounds values randomly.
 _SEEDS = 24
-#: If a gradient is smaller than this share of the largest gradient, its error is relative to that share. Such gradients
-#: may be zero in theory (for example of a bias before a normalization) and consist of rounding noise.
+#: Errors are relative to the norm of the gradient, but at least to this fraction of the largest gradient norm. Smaller
+#: gradients may be zero in exact arithmetic (for example for a bias before normalization).
 _SMALL = {"fp64": 1e-4, "fp32": 1e-2, "bf16": 1e-2}
-#: Allowed relative error of a gradient, and of its component along the reference, for each precision. Two values are
-#: added to each limit: the row's `rtol` (half of it for the component), and 3 × the error of the reference in the same
-#: precision. The limits under bf16 are larger, because a method may select different values than the reference.
+#: Maximum relative errors of a gradient and of its component along the reference, for each precision. `Row.rtol` (half
+#: of `Row.rtol` for the component) and 3 × the error of the reference in this precision are added to each limit. The
+#: limits under bf16 are larger, because the method and the reference may select different values.
 _LOWER = {"fp64": (0.0, 0.0), "fp32": (1e-3, 1e-3), "bf16": (0.25, 0.05)}
 #: Folder of this package.
 _PACKAGE = Path(__file__).resolve().parents[1]
-#: Later step in which gradients are compared. State that is refreshed every ten steps is refreshed in this step.
+#: Later step in which gradients are compared again. Some methods refresh their state every ten steps.
 _LATER = 10
 #: Import name of this package.
 OURS = "efficient_ft"
@@ -75,18 +75,18 @@ class Case:
 
 
 def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case, *, in_place: bool = False) -> None:
-    """Compare the logits, gradients and buffers of one optimizer step with the row's reference.
+    """Compare the logits, gradients and buffers of one optimizer step with the reference of `row`.
 
     Args:
-        row: Row of the method's settings.
-        model: The small model `name` to which the method is applied. By default, a copy of the model is run.
-        method: Method whose `step_begin` has been called.
+        row: Test row that contains the settings of the method.
+        model: The small model `name` to which the method is applied. By default, a copy of this model is run.
+        method: The applied method, whose `step_begin` has already been called.
         name: Name of the small model.
         case: Configuration of the pass.
         in_place: If True, run the model itself instead of a copy, because a copy loses the hooks on parameters.
 
     Raises:
-        AssertionError: If a value differs by more than the row allows. The message names the parameter.
+        AssertionError: If a value differs by more than `row` allows. The error message names the parameter.
     """
     if not in_place:
         model, method = copy.deepcopy((model, method))
@@ -126,7 +126,7 @@ class _Expected:
 
 
 def _run(model: nn.Module, method: Method, name: str, case: Case, seed: int) -> Tensor:
-    """Run a forward and a backward pass that accumulates gradients in the model, and return the logits."""
+    """Run a forward and a backward pass, which accumulates gradients in the model, and return the logits."""
     model.train(case.training)
     images, labels = _batch(name, case, seed)
     with torch.enable_grad():
@@ -148,7 +148,7 @@ def _batch(name: str, case: Case, seed: int) -> tuple[Tensor, Tensor]:
 def _expected(
     row: Row, model: nn.Module, method: Method, name: str, case: Case, seed: int, in_double: bool
 ) -> _Expected:
-    """Compute the reference in float64 if `in_double` is True, or else in the precision of the case."""
+    """Compute the reference in float64 if `in_double` is True, and in the precision of `case` otherwise."""
     dtype = torch.float64 if in_double else case.dtype
     plain = model_of(name)
     if case.channels_last:
@@ -197,7 +197,7 @@ def _check_gradients(
     wrong = []
     for name, g in found.items():
         if name not in trains:
-            assert g is None, f"{name} is frozen, but has a gradient ({case})"
+            assert g is None, f"the parameter {name} is frozen, but has a gradient ({case})"
             continue
         reference = expected[name]
         zeros = torch.zeros_like(model.get_parameter(name), dtype=torch.float64)
@@ -214,7 +214,8 @@ def _check_gradients(
             wrong.append((name, error, allowed, scale))
     worst = sorted(wrong, key=lambda x: -x[1])
     assert not wrong, f"{len(wrong)} gradients differ from the reference ({case}): " + "; ".join(
-        f"{name}: relative error {error:.2g} (allowed {allowed:.2g}), {scale:.3g} × the reference along its direction"
+        f"{name} has a relative error of {error:.2g} (limit: {allowed:.2g}). The component of the gradient along the"
+        f" reference is {scale:.3g} × the reference"
         for name, error, allowed, scale in worst[:3]
     )
 
@@ -240,7 +241,7 @@ def _referenced(row: Row) -> tuple[str, ...]:
 
 
 class ReferenceContracts(ContractTests):
-    """Contracts of a method's results, which must equal the row's reference and, with the off value, plain training."""
+    """Contracts that compare the results of a method with a reference and, for `Row.off`, with plain training."""
 
     @on_models(_referenced)
     def test_gradients_are_those_of_the_reference(self, row: str, name: str) -> None:
@@ -274,9 +275,9 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.off is not None else ())
     def test_off_is_plain_training_and_on_is_not(self, row: str, name: str) -> None:
-        """With the off value and without shortcuts, gradients equal those of plain training.
+        """With the settings `Row.off` and without shortcuts, gradients equal those of plain training.
 
-        With the row's settings, they differ.
+        With the settings of the row, the gradients differ.
         """
         r = self.rows[row]
         plain = gradients(model_of(name), name)
@@ -284,7 +285,7 @@ class ReferenceContracts(ContractTests):
             model, method = apply_seeded(model_of(name), r.create(**(r.off or {})))
             warm_up(model, method, name)
             assert largest_difference(plain, gradients(model, name)) < 1e-8
-        if not r.off:  # the row's settings are the off value
+        if not r.off:  # the settings of the row already equal plain training
             return
         model, method = self.applied(row, name)
         warm_up(model, method, name)
@@ -292,7 +293,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.instead == Instead.SAME_GRADIENTS else ())
     def test_gradients_of_what_trains_are_the_plain_ones(self, row: str, name: str) -> None:
-        """With a selection, the gradients of the trainable parameters are exact."""
+        """If a method selects the trained parameters, the gradients of these parameters are exact."""
         plain = gradients(model_of(name), name)
         model, _ = self.applied(row, name)
         chosen = gradients(model, name)
@@ -303,7 +304,7 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models if row.instead == Instead.SAME_OUTPUT else ())
     def test_output_is_unchanged_at_first_and_changed_after_training(self, row: str, name: str) -> None:
-        """An adapter does not change the output at initialization, and changes it after training."""
+        """Adapters do not change the output at initialization, but change the output after training."""
         plain = self.rows[row].initial_model(model_of(name))
         model, method = self.applied(row, name)
         torch.testing.assert_close(evaluate(model, name), evaluate(plain, name), rtol=1e-10, atol=1e-12)
@@ -324,11 +325,11 @@ class ReferenceContracts(ContractTests):
 
     @on_models(lambda row: row.models[:1] if row.off else ())
     def test_off_runs_the_methods_own_code(self, row: str, name: str) -> None:
-        """A step with the off value executes at least half of the lines that a step with the row's settings executes.
+        """A step with `Row.off` executes at least half of the lines that a step with the row's settings executes.
 
         Only lines of the method's package are counted. If the step with the row's settings runs backward passes of
-        autograd functions, the other step must run at least one of them. Otherwise, the comparison with plain training
-        would not test the method's code.
+        autograd functions, the step with `Row.off` must also run such a backward pass. Otherwise, the comparison with
+        plain training would not test the code of the method.
         """
         r = self.rows[row]
         ran: list[Lines] = []
@@ -346,12 +347,12 @@ class ReferenceContracts(ContractTests):
         on, off = ran
         why = ""
         if on.backwards and not off.backwards:
-            why = f"runs no backward pass of the method's own autograd functions ({', '.join(sorted(on.backwards))})"
+            why = f"no backward pass of the method's autograd functions runs ({', '.join(sorted(on.backwards))})"
         elif len(on.lines - off.lines) > len(on.lines) / 2:
-            why = f"skips {len(on.lines - off.lines)} of the {len(on.lines)} lines that the row's settings execute"
+            why = f"the step skips {len(on.lines - off.lines)} of {len(on.lines)} lines that the row's settings execute"
         assert not why, (
-            f"off={r.off} {why}. The off value therefore does not test this code. Choose a value with which the"
-            " method's own computation runs, disable the shortcut in Row.shortcuts, or set Row.why_no_off instead."
+            f"off={r.off}: {why}. Therefore, the off value does not test this code. Choose an off value that runs the"
+            " method's computation, disable the shortcut in Row.shortcuts, or set Row.why_no_off instead."
         )
 
 

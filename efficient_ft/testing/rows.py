@@ -1,4 +1,4 @@
-"""Rows of settings that methods are tested with, and the base class that runs contracts on the rows."""
+"""Rows of settings for testing methods, and the base class of tests that check the contracts for each row."""
 
 from __future__ import annotations
 
@@ -23,28 +23,27 @@ SETS_REQUIRES_GRAD = (Axis.SELECTION, Axis.ADAPTERS)
 
 
 class Instead(Enum):
-    """The property that is tested instead of "off equals plain training" if a method has no off value."""
+    """Property that is tested if a method has no settings that equal plain training."""
 
-    SAME_GRADIENTS = "gradients of the trainable parameters equal those of plain training (selections)"
-    SAME_OUTPUT = "the output is unchanged at initialization, and changed after training (adapters)"
-    NEAR_GRADIENTS = "gradients are close to those of plain training (rounding)"
+    SAME_GRADIENTS = "the gradients of the trainable parameters equal those of plain training (selection methods)"
+    SAME_OUTPUT = "the output does not change at initialization, but changes during training (adapters)"
+    NEAR_GRADIENTS = "the gradients are close to those of plain training (rounding methods)"
 
 
 def _itself(model: nn.Module) -> nn.Module:
-    """Return `model`, because the method does not change the output of the plain model at initialization."""
+    """Return `model` unchanged (the default of `Row.initial_model`)."""
     return model
 
 
-#: A function that computes the logits that the method's model should return, in dense torch operations. Autograd
-#: through this function must return the gradients that the method should compute. The function is called as
-#: ``reference(method, model, parameters, images)``:
+#: A function that computes the expected logits of the method's model with dense torch operations. Autograd through this
+#: function must compute the expected gradients. The call is ``reference(method, model, parameters, images)``:
 #:
-#: * method: The applied method, with its settings and the state of the step. It must not be changed.
-#: * model: The plain small model in the mode of the pass (training or evaluation). It has the buffers of the method's
-#:   model, and may be changed in any way.
-#: * parameters: Copies of the parameters of the method's model by name, as leaves of the graph. Pass them to
-#:   `torch.func.functional_call`.
-#: * images: Images, (B, 3, H, W).
+#: * method: The applied method, with its settings and the state of the step. The function must not change the method.
+#: * model: The plain small model in the mode of the pass (training or evaluation), with the buffers of the method's
+#:   model. The function may change this model.
+#: * parameters: Dict from names to copies of the parameters of the method's model. The copies are leaf tensors. Pass
+#:   this dict to `torch.func.functional_call`.
+#: * images: Batch of images with shape (B, 3, H, W).
 #:
 #: The function returns the logits (B, classes), or the logits and the scalar that the method adds to the loss.
 Reference = Callable[[Method, nn.Module, dict[str, Tensor], Tensor], "Tensor | tuple[Tensor, Tensor]"]
@@ -52,33 +51,33 @@ Reference = Callable[[Method, nn.Module, dict[str, Tensor], Tensor], "Tensor | t
 
 @dataclass(frozen=True)
 class Row:
-    """A method and the settings that it is tested with.
+    """A method and the settings with which the method is tested.
 
     Attributes:
         method: Class of the method.
         settings: Settings that make the method differ from plain training.
         off: Changes to `settings` that make the method equal plain training. If None, `why_no_off` is required, and
             `instead` may be set.
-        why_no_off: Reason why no off value exists.
-        instead: Property that is tested instead of the off value.
-        shortcuts: Tuples (class, attribute, replacement). The test of the off value replaces these attributes to
-            disable shortcuts, so that the method's own computation runs.
-        models: Small models (keys of `MODELS`) that the method is tested on.
+        why_no_off: Reason why `off` is None.
+        instead: Property that is tested if `off` is None.
+        shortcuts: Tuples (class, attribute, replacement). The test of `off` replaces these attributes to disable
+            shortcuts, so that the computation of the method runs.
+        models: Small models (keys of `MODELS`) on which the method is tested.
         refused: Small models that the method must reject, each with a part of the error message.
-        own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model. Empty if
-            the outputs are equal.
+        own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model, or an empty
+            string if the outputs are equal.
         initial_model: Function that converts a plain model to a model that returns the initial output of the method's
-            model. Default: the plain model is returned.
-        on_reference: Reference that the method is compared with. ``"exact"`` denotes the plain network. A `Reference`
+            model. By default, the function returns the plain model.
+        on_reference: Reference with which the method is compared. ``"exact"`` denotes the plain network. A `Reference`
             is a dense function that computes the expected logits and, through autograd, the expected gradients. Every
             row requires a reference.
-        unreferenced: Small models that are excluded from the comparison with `on_reference`, either completely
-            (``"mobilenet"``) or in one precision (``"swinv2, bf16"``), each with the reason.
-        rtol: Largest relative error of a parameter's gradient (by norm) in float64. It may exceed the default only for
-            methods that round values. If such a method sets `random`, the mean gradient over several passes is
-            compared. The error along the direction of the reference must not exceed half of `rtol`.
-        random: Reason why a forward pass in training draws random numbers, as dropout does. Empty if the pass draws no
-            random numbers, so that two passes of a step are equal.
+        unreferenced: Small models that are not compared with `on_reference`, each with the reason. A key excludes a
+            model completely (``"mobilenet"``) or in one precision (``"swinv2, bf16"``).
+        rtol: Maximum relative error (by norm) of the gradient of a parameter in float64. Values above the default are
+            permitted only for methods that round values. If `random` is also set, the mean gradient over several passes
+            is compared. The error along the direction of the reference must not exceed half of `rtol`.
+        random: Reason why a forward pass in training draws random numbers (for example, dropout), or an empty string if
+            two passes of a step are equal.
     """
 
     method: type[Method]
@@ -112,12 +111,12 @@ def on_models(models_of: Callable[[Row], Iterable[str]]) -> Callable[[_Test], _T
 
 
 class ContractTests:
-    """Base class of the contracts. `MethodContracts` describes the attributes."""
+    """Base class of the contracts. See `MethodContracts` for the attributes."""
 
     rows: ClassVar[Mapping[str, Row]] = {}
     conf: ClassVar[Path | None] = None
 
-    #: Models with applied methods, and the methods, by row and model name. Each contract uses copies.
+    #: Models with applied methods, and these methods, keyed by row and model name. Each contract uses copies.
     _prototypes: ClassVar[dict[Any, tuple[nn.Module, Method]]] = {}
 
     def pytest_generate_tests(self, metafunc: Any) -> None:

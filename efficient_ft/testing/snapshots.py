@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 
 def structure(model: nn.Module) -> dict[str, Any]:
-    """Return all properties of a model that a method can change, except values. The keys describe the properties.
+    """Return all properties of a model that a method can change, except for the values of tensors.
 
-    The snapshot contains the classes, training flags, hooks and attributes of modules. For parameters and buffers, it
-    contains names, dtypes and shapes. For parameters, it also contains `requires_grad` flags and hooks.
+    The snapshot contains the classes, training flags, hooks and attributes of modules. The snapshot also contains the
+    names, dtypes and shapes of parameters and buffers, and the `requires_grad` flags and hooks of parameters.
     """
     found: dict[str, Any] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -59,9 +59,9 @@ def moved(before: dict[str, Tensor], model: nn.Module) -> list[str]:
 
 
 def differing(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Describe each entry that differs between two snapshots, with both values."""
+    """Return a description of each entry that differs between two snapshots."""
     pairs = {key: (before.get(key, "absent"), after.get(key, "absent")) for key in (*before, *after)}
-    return [f"{key}: {old} before, {new} after" for key, (old, new) in pairs.items() if old != new]
+    return [f"{key} (before: {old}, after: {new})" for key, (old, new) in pairs.items() if old != new]
 
 
 def process_state() -> dict[str, Any]:
@@ -94,7 +94,7 @@ def process_state() -> dict[str, Any]:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed the global generators of torch, numpy and python."""
+    """Seed the global generators of PyTorch, NumPy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002
     random.seed(seed)
@@ -102,7 +102,7 @@ def seed_everything(seed: int) -> None:
 
 @dataclass
 class Lines:
-    """The code that was executed.
+    """Record of executed code.
 
     Attributes:
         lines: File name and line number of each executed line.

@@ -33,14 +33,14 @@ from efficient_ft.testing.steps import (
 
 #: Number of steps of the longest run, and the numbers of steps after which the run is saved.
 _STEPS, _SAVED = 10, (1, 4, 8)
-#: Maximum growth of Python's memory in bytes per image. A copy of an activation is larger.
+#: Maximum growth of Python's memory in bytes per image. This limit is smaller than a copy of an activation.
 _NO_COPY = 512
 
 
 class StepContracts(ContractTests):
     """Contracts of a training step.
 
-    A step changes only gradients. Its random choices depend only on (seed, step), and its state can be saved.
+    A step changes only gradients. Random choices depend only on (seed, step), and the state of a method can be saved.
     """
 
     @on_models(lambda row: row.models[:1])
@@ -53,13 +53,13 @@ class StepContracts(ContractTests):
                 before, buffers = values(model), {n for n, _ in model.named_buffers()}
                 call()
                 names = [n for n in moved(before, model) if phase != "a training pass" or n not in buffers]
-                assert not names, f"{phase} of step {step} changes the values of {', '.join(names[:5])}"
+                assert not names, f"in step {step}, {phase} changes the values of {', '.join(names[:5])}"
 
     @on_models(lambda row: row.models[:1])
     def test_steps_leave_the_model_as_applied(self, row: str, name: str) -> None:
         """No step adds or removes hooks, attributes, modules, buffers or parameters, or changes training flags.
 
-        Within a step, a selection may freeze trainable parameters. It must not unfreeze parameters.
+        Within a step, methods that select parameters may freeze trainable parameters, but must not unfreeze parameters.
         """
         model, method = self.applied(row, name)
         applied, objects = structure(model), dict(model.named_parameters())
@@ -70,14 +70,14 @@ class StepContracts(ContractTests):
                 frozen = [k for k, v in applied.items() if k.endswith(": requires_grad") and v and not within.get(k, v)]
                 within.update(dict.fromkeys(frozen, True))
             changed = differing(applied, within)
-            assert not changed, f"step_begin of step {step} changes {'; '.join(changed[:5])}"
+            assert not changed, f"in step {step}, step_begin changes {'; '.join(changed[:5])}"
             run_pass(model, name, step, method)
             method.step_end()
             evaluate(model, name)
             changed = differing(applied, structure(model))
             assert not changed, f"step {step} changes {'; '.join(changed[:5])}"
             replaced = [n for n, p in model.named_parameters() if objects.get(n) is not p]
-            assert not replaced, f"step {step} replaces {', '.join(replaced[:5])}: the optimizer has the old parameters"
+            assert not replaced, f"step {step} must not replace the parameters {', '.join(replaced[:5])}"
 
     @on_models(lambda row: row.models[:1])
     def test_frozen_parameters_stay_frozen(self, row: str, name: str) -> None:
@@ -96,20 +96,20 @@ class StepContracts(ContractTests):
         after = {n: p.requires_grad for n, p in model.named_parameters()}
         if method.axis not in SETS_REQUIRES_GRAD:
             changed = [n for n, trains in after.items() if before.get(n, trains) != trains]
-            assert not changed, f"apply changes requires_grad of {', '.join(changed[:5])}"
+            assert not changed, f"apply must not change requires_grad of {', '.join(changed[:5])}"
         frozen = {n for n, trains in after.items() if not trains}
         for step in range(3):
             for phase, call in _phases(model, method, name, step):
                 call()
                 parameters = {n: p for n, p in model.named_parameters() if n in frozen}
                 freed = [n for n, p in parameters.items() if p.requires_grad or p.grad is not None]
-                assert not freed, f"{phase} of step {step} trains frozen parameters: {', '.join(freed[:5])}"
+                assert not freed, f"in step {step}, {phase} trains the frozen parameters {', '.join(freed[:5])}"
 
     @on_models(lambda row: row.models[:1])
     def test_evaluation_changes_nothing(self, row: str, name: str) -> None:
         """Evaluation returns the same logits in `no_grad` and `inference_mode`.
 
-        It does not change the model or the method.
+        Evaluation does not change the model or the method.
         """
         model, method = self.applied(row, name)
         stir(model)
@@ -141,7 +141,7 @@ class StepContracts(ContractTests):
     def test_random_choices_follow_from_seed_and_step(self, row: str, name: str) -> None:
         """Two runs with different states of the global generators have equal gradients.
 
-        Only methods of rows with `random` may draw from a global generator in a forward pass.
+        Only methods whose row sets `random` may draw from a global generator in a forward pass.
         """
         draws = self.rows[row].random
         runs: list[list[Gradients]] = []
@@ -161,7 +161,7 @@ class StepContracts(ContractTests):
                 seed_everything(2000 * run + step)
                 method.step_end()
         for step, (first, second) in enumerate(zip(*runs, strict=True)):
-            hint = "Seed random choices by (seed, step), or set Row.random if every forward pass is random (dropout)."
+            hint = "Derive random choices from (seed, step), or set Row.random if forward passes are random (dropout)."
             _assert_equal(first, second, f"two runs with the same seed differ in step {step}. {hint}")
 
     @on_models(lambda row: row.models[:1] if not row.random else ())
@@ -176,11 +176,11 @@ class StepContracts(ContractTests):
             run_pass(copied, name, 0, copied_method)
             found.append(gradients_of(copied))
         first, second = found
-        _assert_equal(first, second, "two passes of a step differ: they draw random numbers (Row.random)")
+        _assert_equal(first, second, "two passes of a step differ. If the passes draw random numbers, set Row.random.")
 
     @on_models(lambda row: row.models[:1])
     def test_the_state_of_the_process_stays(self, row: str, name: str) -> None:
-        """No call of a method changes a global generator, the default dtype, a mode of torch, or global module hooks.
+        """Methods do not change a global generator, the default dtype, a torch mode, or global module hooks.
 
         Methods that add modules may draw initial values from torch's generator in `apply`.
         """
@@ -226,10 +226,10 @@ class StepContracts(ContractTests):
                 again.load_state_dict(saved["method"])
             resumed.load_state_dict(saved["model"], strict=True)
             restored = _same_state(again.state_dict(), saved["method"])
-            assert restored, f"state_dict differs after load_state_dict (saved after {saved_after} steps)"
+            assert restored, f"load_state_dict does not restore the state saved after {saved_after} steps"
             for step, found in _training(resumed, again, name, range(saved_after, _STEPS)):
                 _assert_equal(
-                    expected[step], found, f"step {step} of a run continued after {saved_after} steps differs"
+                    expected[step], found, f"step {step} differs in a run that was continued after {saved_after} steps"
                 )
 
     @on_models(lambda row: row.models[:1])
@@ -244,12 +244,12 @@ class StepContracts(ContractTests):
             fresh, _ = apply_seeded(model_of(name), method)
             state = copy.deepcopy(method.state_dict())
             runs.append((state, [found for _, found in _training(fresh, method, name, range(3))]))
-        assert _same_state(runs[0][0], runs[1][0]), "the method still has state of the model that it was removed from"
+        assert _same_state(runs[0][0], runs[1][0]), "remove must delete the state of the method"
         for step, (again, new) in enumerate(zip(runs[0][1], runs[1][1], strict=True)):
-            _assert_equal(new, again, f"step {step} of the re-applied method differs from a new method")
+            _assert_equal(new, again, f"in step {step}, the re-applied method differs from a new method")
 
     def test_nothing_hides_from_the_meter(self, row: str, name: str) -> None:
-        """Saved-tensors hooks count as many bytes as the forward pass leaves in memory."""
+        """Saved-tensors hooks count the same number of bytes as the forward pass leaves in memory."""
         from efficient_ft.cost import kept_after_forward
 
         model, method = self.applied(row, name)
@@ -266,10 +266,10 @@ class StepContracts(ContractTests):
         model, method = self.applied(row, name)
         warm_up(model, method, name)
         sizes = {2: math.inf, 6: math.inf}
-        for count in (2, 6) * 6:  # caches are filled once, whereas every pass would store a copy
+        for count in (2, 6) * 6:  # several passes are run, because the first passes fill caches
             images, labels = batch_of(name, count=count)
             torch.manual_seed(0)
-            gc.freeze()  # excludes other objects of the process from the collection
+            gc.freeze()  # excludes existing objects from garbage collection
             tracemalloc.start()
             try:
                 gc.collect()
@@ -295,7 +295,7 @@ class StepContracts(ContractTests):
         images, labels = batch_of(name, torch.float32)
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        for _ in range(2):  # two steps, because the gradient of an adapter's A is zero while B is zero
+        for _ in range(2):  # two steps are required, because the gradient of an adapter's A is zero while B is zero
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.bfloat16):
                 loss = F.cross_entropy(model(images), labels)
@@ -310,7 +310,7 @@ class StepContracts(ContractTests):
 
 
 def _phases(model: nn.Module, method: Method, name: str, step: int) -> list[tuple[str, Callable[[], Any]]]:
-    """Return the phases of a step in their order, each with a function that runs it."""
+    """Return the phases of a step in order, each with a function that runs the phase."""
     return [
         ("step_begin", lambda: method.step_begin(step)),
         ("a training pass", lambda: run_pass(model, name, step, method)),
@@ -321,7 +321,7 @@ def _phases(model: nn.Module, method: Method, name: str, step: int) -> list[tupl
 
 def _assert_equal(expected: Gradients, found: Gradients, message: str) -> None:
     difference = largest_difference(expected, found)
-    assert difference == 0, f"{message} (largest relative error {difference:.2g})"
+    assert difference == 0, f"{message} (the largest relative error is {difference:.2g})"
 
 
 def _training(model: nn.Module, method: Method, name: str, steps: range) -> Iterator[tuple[int, Gradients]]:

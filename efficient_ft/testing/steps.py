@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from efficient_ft.methods.base import Method
 from efficient_ft.testing.models import batch_of
 
-#: Gradients by parameter name. The value is None if a parameter has no gradient.
+#: Dict from parameter names to gradients. A value is None if the parameter has no gradient.
 Gradients = dict[str, Tensor | None]
 
 
@@ -24,7 +24,7 @@ def gradients(model: nn.Module, name: str, seed: int = 0) -> Gradients:
 
 
 def run_pass(model: nn.Module, name: str, seed: int, method: Method | None = None) -> None:
-    """Run the forward and backward pass of one training step. No generator is seeded.
+    """Run the forward and backward pass of one training step. This function does not seed a generator.
 
     The loss includes the loss that `method` adds.
     """
@@ -41,10 +41,10 @@ def gradients_of(model: nn.Module) -> Gradients:
 
 
 def largest_difference(a: Gradients, b: Gradients) -> float:
-    """Return the largest relative error (by norm) of a gradient.
+    """Return the largest relative error (by norm) of all gradients.
 
-    If a gradient is None only in `a` or only in `b`, return infinity. Gradients that are zero in theory (for example of
-    a bias before a normalization) consist of rounding noise. Their error is relative to the largest gradient.
+    If a gradient is None only in `a` or only in `b`, return infinity. Gradients that are zero in exact arithmetic
+    consist of rounding errors. The error of such gradients is relative to the largest gradient.
     """
     assert a.keys() == b.keys()
     worst = 0.0
@@ -59,7 +59,7 @@ def largest_difference(a: Gradients, b: Gradients) -> float:
 
 
 def warm_up(model: nn.Module, method: Method, name: str) -> None:
-    """Run the profiling steps of `method`, if it has any, and begin the next step. Parameters do not change."""
+    """Run the warmup steps of `method` (if any) without parameter updates, and begin the next step."""
     steps = method.warmup_steps
     for step in range(steps):
         method.step_begin(step)

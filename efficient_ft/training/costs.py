@@ -78,13 +78,12 @@ def cost_report(
     Args:
         config: the configuration of the run.
         network: the network of the run.
-        methods: the methods of the run. They may already be applied to `network`.
+        methods: the methods of the run, which may already be applied to `network`.
         classes: number of classes, or a mapping from tasks to numbers of classes.
         device: the device on which the steps run.
         steps: number of timed steps, or 0 to count the costs without timing.
         max_seconds: time in seconds after which no further step is timed, or None for no limit.
-        largest_batch: maximum number of samples per batch, or None for no limit. Runs pass the size of the training
-            split.
+        largest_batch: maximum number of samples per batch (size of the training split), or None for no limit.
 
     Raises:
         SettingError: If `cost.baseline` does not name a method that selects the trained parameters.
@@ -97,7 +96,7 @@ def cost_report(
     # The optimizer of the baseline uses no memory-saving options.
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, one measurement is sufficient
+    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, only one step is measured
     found = cost.compare(
         network,
         methods,

@@ -71,10 +71,10 @@ def refuse_unusable(config: Config, found: Mapping[str, Summary]) -> None:
             continue
         path, why = next(iter(problems.items()))
         shown = printable(path)
-        more = f" `efficient-ft check` lists all {len(problems):,} files." if len(problems) > 1 else ""
+        more = f" `efficient-ft check` lists all {len(problems):,} unusable files." if len(problems) > 1 else ""
         raise UserError(
-            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files.{more} To skip them, set"
-            f" {setting}.on_corrupt=skip."
+            f"{why if why.startswith(shown) else f'{shown}: {why}.'} Correct such files.{more} To skip"
+            f" unusable files, set {setting}.on_corrupt=skip."
         )
 
 
@@ -101,7 +101,7 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
         raise SettingError(
             "optim.warmup_steps",
             warmup,
-            f"less than {total}, the number of optimizer steps in the run (trainer.epochs={config.trainer.epochs})",
+            f"less than {total}, the number of optimizer steps for trainer.epochs={config.trainer.epochs}",
             f"The learning rate would never reach optim.lr={config.optim.lr:g}. With optim.warmup_steps=null,"
             f" the warm-up takes a quarter of the run, but at most {WARMUP_AT_MOST} steps.",
         )

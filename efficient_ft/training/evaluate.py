@@ -27,8 +27,8 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     """Evaluate the best weights of a run on all splits except the training split, and print and return the metrics.
 
     RUN/config.yaml determines the data, splits, model and methods. `config` may change the image folder, the settings
-    for loading images, `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. It may also name a
-    different data set with the same classes. Settings that evaluation does not use (`optim`, `cost`, …) are ignored.
+    for loading images, `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. `config` may also
+    name a different data set with the same classes. Settings that evaluation does not use (e.g. `optim`) are ignored.
 
     Args:
         run: the folder of a finished or interrupted run.
@@ -81,8 +81,8 @@ def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
     had, got = ("+".join(one.method) for one in (stored, config))
     if had != got:
         raise UserError(
-            f"evaluate={run}: method={got} (the run has {had}) cannot be used. An evaluation uses the methods of the run."
-            " Remove the setting method."
+            f"evaluate={run}: method={got} (the run has {had}) cannot be used. An evaluation uses the methods of the"
+            " run. Remove the method setting."
         )
     old, new = _fixed(stored, config), _fixed(config, stored)
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]

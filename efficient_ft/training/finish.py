@@ -28,13 +28,12 @@ from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
-#: The steps in the cost report are timed for at most this fraction of the training time, or for this number of seconds
-#: if this time is longer.
+#: Time limit for timing steps: this fraction of the training time, but at least this number of seconds.
 COST_SHARE, COST_SECONDS = 0.1, 2.0
 
 
 def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: Prediction | None) -> dict[str, Any]:
-    """Evaluate the run, measure its cost, write its results, and return them (`record.results.Results`).
+    """Evaluate the run, measure its cost, and write and return its results (`record.results.Results`).
 
     Processes other than the first one return only the accuracy.
 

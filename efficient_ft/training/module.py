@@ -1,7 +1,7 @@
 """The Lightning module of a run.
 
-Its overhead is only a few percent of the step time of a plain loop: no values are logged through Lightning in each
-step, no metric is computed on training batches, and the learning rate is a function of the step.
+The module adds only a few percent to the step time of a plain training loop, because no values are logged through
+Lightning in each step, no metric is computed on training batches, and the learning rate is a function of the step.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
-#: Training has diverged if the mean loss of an epoch exceeds the first loss and the chance loss by this factor.
+#: Training has diverged if the mean loss of an epoch exceeds this multiple of both the first loss and the chance loss.
 DIVERGED = 10.0
 
-#: Number of batches after which losses are read from an accelerator. Each read synchronizes with the accelerator.
+#: Losses are read from an accelerator once per this number of batches, because each read synchronizes the device.
 READ_EVERY = 50
 #: A value that is larger than any class index.
 NO_CLASS = 2**31
@@ -46,7 +46,7 @@ class Evaluation(NamedTuple):
     """Result of one evaluation.
 
     Attributes:
-        accuracy: the task's metric, a fraction.
+        accuracy: the metric of the task, as a fraction.
         loss: the mean loss.
         more: further metrics of the task.
     """
@@ -57,17 +57,17 @@ class Evaluation(NamedTuple):
 
 
 class FineTuner(L.LightningModule):
-    """Fine-tune `network` with the loss of its task. The network maps inputs, e.g. images (B, 3, H, W), to logits.
+    """A Lightning module that fine-tunes `network` with the loss of its task. The network maps inputs to logits.
 
-    A batch is (images, labels). With several tasks, it is (images, labels, task), and the loss is computed from the
-    classifier of this task. With stored features, a batch is (images or stored rows, labels, row numbers).
-    `MethodCallback` applies the methods before the optimizer is built.
+    A batch is a tuple (inputs, labels), e.g. with images (B, 3, H, W) as inputs. With several tasks, a batch is
+    (images, labels, task), and the loss uses the classifier of this task. With stored features, a batch is (images or
+    stored features, labels, row numbers). `MethodCallback` applies the methods before the optimizer is built.
 
     Args:
         network: the network with its weights.
         config: the configuration of the run.
-        num_classes: number of classes. With several tasks (`models.tasks`), a mapping from tasks to numbers of classes.
-        total_steps: number of optimizer steps in the whole run, on which the learning rate depends.
+        num_classes: number of classes, or a mapping from tasks to numbers of classes (`models.tasks`).
+        total_steps: number of optimizer steps in the whole run. The learning-rate schedule depends on this number.
 
     Attributes:
         features: the object that computes or reads the output of the frozen prefix, or None if the whole network
@@ -83,29 +83,29 @@ class FineTuner(L.LightningModule):
         self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.task = kind_of(config).task_of(config)
-        # The metrics of each data set are modules, so that Lightning moves them to the device.
+        # The metrics are registered as submodules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
-        #: Result of the last evaluation. With several tasks, it contains the means over `evaluated_tasks`.
+        #: Result of the last evaluation. With several tasks, this result contains the means over `evaluated_tasks`.
         self.evaluated: Evaluation | None = None
         self.evaluated_tasks: dict[str, Evaluation] = {}
-        #: Mapping from class indices to the metric of the class in the last evaluation. Empty with several tasks.
+        #: Mapping from class indices to class metrics of the last evaluation. The mapping is empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
-        #: For each task index, the ranges of predictions and labels in the current evaluation. See `_keep_range`.
+        #: Mapping from task indices to the ranges of predictions and labels in this evaluation. See `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
         self._first_loss: float | None = None
-        #: Warnings that were printed during training. They are written to results.json.
+        #: Warnings that were printed during training and that are written to results.json.
         self.warnings: list[str] = []
-        self._constant = False  # True if the last evaluation predicted one class for all samples
-        #: Number of items in the batches of all processes, and contribution of the other processes to the mean loss.
+        self._constant = False  # True if all predictions of the last evaluation were equal
+        #: Number of items in the batches of all processes, and the contribution of the other processes to the loss.
         self._weight = torch.ones(())
         self._elsewhere: Tensor | None = None
         self._unread: list[tuple[Tensor, Tensor]] = []  # pairs (loss, number of items) on the device
         self._sums = {"epoch": [0.0, 0], "window": [0.0, 0]}  # [sum of the losses, number of items]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets its learning rate in each step."""
+        """Build the optimizer with `build_optimizer`. `on_train_batch_start` sets the learning rate in each step."""
         return build_optimizer(self.model, self.config.optim, self.config.trainer.precision)
 
     def on_fit_start(self) -> None:
@@ -121,7 +121,7 @@ class FineTuner(L.LightningModule):
             group["lr"] = group["initial_lr"] * factor
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """Return the loss of a batch. `MethodCallback` adds the losses of methods."""
+        """Return the loss of a batch. `MethodCallback` adds the losses that the methods define."""
         images, labels, *more = batch
         if self.tasks is not None:
             (self.tasks.active,) = more
@@ -143,30 +143,30 @@ class FineTuner(L.LightningModule):
         return share
 
     def _items(self, labels: Tensor) -> Tensor:
-        """Return the number of items in the mean loss of a batch, as a tensor on the device of the labels."""
+        """Return the number of items over which the loss is averaged, as a tensor on the device of `labels`."""
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
-        """Inside a ``with`` block, provide the network's input for a batch."""
+        """Return a context manager that provides the network's input for a batch."""
         return nullcontext(images) if self.features is None else self.features.input(images, *more)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients.
 
-        If the number of batches is not divisible by the number of accumulated batches, the last optimizer step of an
-        epoch averages over the remaining batches.
+        If the number of batches is not divisible by `trainer.grad_accum_steps`, the last optimizer step of an epoch
+        averages the gradients of the remaining batches.
         """
         accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
         left = batches % accumulated
-        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # Lightning has already divided by `accumulated`
+        if left and self.trainer.fit_loop.batch_idx >= batches - left:  # `loss` was already divided by `accumulated`
             loss = loss * (accumulated / left)
         super().backward(loss, *args, **kwargs)
 
     def on_total_loss(self, loss: Tensor) -> None:
         """Record the loss of a micro-batch, including the losses of methods. `MethodCallback` calls this function.
 
-        The recorded loss is the mean over the items of all processes, plus the losses of methods in this process.
+        The recorded loss is the mean over the items of all processes, plus the losses that methods add in this process.
         """
         own = loss.detach()
         self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
@@ -174,15 +174,15 @@ class FineTuner(L.LightningModule):
             self.read_losses(self.trainer.fit_loop.batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        # Lightning frees gradients only after the next forward pass. Until then, they would increase the peak memory.
-        # All callbacks have already used the gradients.
+        # All callbacks have already used the gradients. Lightning would free the gradients only after the next forward
+        # pass, which would increase the peak memory.
         last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
         if last or batch_idx + 1 == self.trainer.num_training_batches:
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
     def read_losses(self, batch_idx: int) -> None:
-        """Read the losses that were recorded since the last call, and add them to the sums.
+        """Read the losses that were recorded since the last call, and add these losses to the running sums.
 
         `batch_idx` is the index of the last recorded batch.
 
@@ -227,16 +227,16 @@ class FineTuner(L.LightningModule):
 
         The mean loss of the epoch must exceed two thresholds: `DIVERGED` times the loss of the first batch, which was
         computed before the first update, and `DIVERGED` times the chance loss, e.g. log(classes). The mean is used
-        because it does not depend on single hard batches. The second threshold avoids a warning after a small increase
-        if the first loss is very small.
+        because single hard batches have little effect on it. If the first loss is very small, the second threshold
+        prevents a warning after a small increase.
         """
         warned = any("has diverged" in text for text in self.warnings)
         if mean is None or self._first_loss is None or warned:
             return
         if mean > DIVERGED * max(self._first_loss, self._chance):
             self._warn(
-                f"The training loss has diverged: its mean in epoch {self.current_epoch + 1} is {mean:.3g}, and the"
-                f" first batch had {self._first_loss:.3g}. Try {', '.join(self._tries())}."
+                f"The training loss has diverged: its mean in epoch {self.current_epoch + 1} is {mean:.3g}, but"
+                f" the first batch had a loss of {self._first_loss:.3g}. Try {', '.join(self._tries())}."
             )
 
     def _warn(self, text: str) -> None:
@@ -244,10 +244,10 @@ class FineTuner(L.LightningModule):
         self.warnings.append(text)
 
     def _diverged(self, what: str) -> DivergedError:
-        """Return the error that ends a diverged training. The message suggests settings."""
+        """Return the error that stops a diverged run. The error message suggests settings to change."""
         return DivergedError(
-            f"{what}: training stopped. Try {', '.join(self._tries())}. Changed settings start a new run. This step"
-            " was not saved."
+            f"{what}, so training was stopped. Try {', '.join(self._tries())}. A run with changed settings starts from"
+            " the beginning. This step was not saved."
         )
 
     def _tries(self) -> list[str]:
@@ -262,14 +262,14 @@ class FineTuner(L.LightningModule):
         return tries
 
     def loss_so_far(self) -> float | None:
-        """Return the mean of the losses of the current epoch that were read so far, or None if no loss was read."""
+        """Return the mean of the losses read so far in the current epoch, or None if no loss was read."""
         total, count = self._sums["epoch"]
         return total / count if count else None
 
     def mean_loss(self, over: str) -> float | None:
-        """Return the mean training loss since the last call with the same `over` (epoch or window), and reset the sum.
+        """Return the mean training loss since the last call with the same `over` ("epoch" or "window").
 
-        The result is None if no loss was read.
+        The sum of the losses is then reset. The result is None if no loss was read.
         """
         total, count = self._sums[over]
         self._sums[over] = [0.0, 0]
@@ -310,7 +310,8 @@ class FineTuner(L.LightningModule):
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
         """Update the ranges of the predicted classes and of the labels of a task.
 
-        A range is stored as its minimum and its negated maximum, so that minima combine batches and processes.
+        A range is stored as its minimum and its negated maximum, so that minima combine the ranges of batches
+        and processes.
         """
         if predicted is None:
             return
@@ -322,10 +323,10 @@ class FineTuner(L.LightningModule):
     def _warn_if_constant(self) -> None:
         """Warn if an evaluation predicts the same class for all samples, and name likely causes.
 
-        During the warm-up, and before `MEANINGFUL_STEPS` optimizer steps, such predictions are normal, because a new
-        classifier has not learned anything yet.
+        No warning is given during the warm-up or before `MEANINGFUL_STEPS` optimizer steps, because a new classifier
+        has not learned anything yet.
         """
-        none = torch.full((4,), NO_CLASS, device=self.device)  # ranges if a process has no images of a task
+        none = torch.full((4,), NO_CLASS, device=self.device)  # used if a process has no images of a task
         ranges = torch.stack([self._classes.get(task, none) for task in range(len(self.scores))])
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(ranges, op=torch.distributed.ReduceOp.MIN)
@@ -337,7 +338,7 @@ class FineTuner(L.LightningModule):
         if constant and not self._constant:
             self._warn(
                 f"Epoch {self.current_epoch + 1}: every {self.task.item} of the evaluation is predicted as"
-                f" class {constant[0]}, so the network does not distinguish them. {' '.join(likely_causes(self))}"
+                f" class {constant[0]}, so the network does not distinguish classes. {' '.join(likely_causes(self))}"
             )
         self._constant = bool(constant)
 
@@ -351,22 +352,23 @@ class FineTuner(L.LightningModule):
 
 
 def likely_causes(module: FineTuner) -> list[str]:
-    """Return sentences with likely causes of equal predictions for all samples. The most likely cause comes first."""
+    """Return sentences that name likely causes of identical predictions, the most likely cause first."""
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []
     frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn else []
     if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
         found.append(
-            "BatchNorm keeps the statistics of pretraining while the whole network trains (model.frozen_bn=true): use"
+            "BatchNorm keeps the statistics of pretraining (model.frozen_bn=true), but its parameters are trained. Use"
             " model.frozen_bn=false, a smaller optim.lr, or a method that trains fewer layers (method=last_stage)."
         )
     if not config.model.pretrained and config.model.weights is None:
         found.append("The network starts from random weights and may need more epochs.")
     found.append(
-        f"Or optim.lr={config.optim.lr:g} is too high: try {config.optim.lr / 10:g}, or a longer {warmup}."
+        f"It is also possible that optim.lr={config.optim.lr:g} is too high. Try optim.lr={config.optim.lr / 10:g},"
+        f" or a larger {warmup}."
         if found
-        else f"Probably, optim.lr={config.optim.lr:g} is too high, or too low to have learned anything yet: try"
-        f" {config.optim.lr / 10:g} first, or a longer {warmup}."
+        else f"The learning rate optim.lr={config.optim.lr:g} is probably too high, or possibly too low. Try"
+        f" optim.lr={config.optim.lr / 10:g} first, or a larger {warmup}."
     )
     return found

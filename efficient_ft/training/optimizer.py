@@ -14,22 +14,22 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
 from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
 
-#: If `optim.warmup_steps` is not set, the warm-up is a quarter of the run, but at most 100 optimizer steps.
+#: If `optim.warmup_steps` is None, the warm-up takes a quarter of the run, but at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
 
 
 def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
-    """Return the number of warm-up steps: `optim.warmup_steps`, or by default a quarter of the run, but at most 100."""
+    """Return `optim.warmup_steps`, or a quarter of `total_steps` (at most 100) if this setting is None."""
     if optim.warmup_steps is None:
         return min(WARMUP_AT_MOST, total_steps // WARMUP_SHARE)
     return optim.warmup_steps
 
 
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
-    """Return the learning rate of optimizer step `step`, counted from 0, as a fraction of `optim.lr`.
+    """Return the learning rate of the optimizer step `step` (counted from 0), as a fraction of `optim.lr`.
 
-    The learning rate increases linearly from `optim.warmup_start_factor` to 1 during the warm-up (`warmup_steps`).
-    Afterwards, it decreases along a cosine to `optim.min_lr_ratio`, or remains constant.
+    The fraction increases linearly from `optim.warmup_start_factor` to 1 during the warm-up (`warmup_steps`). The
+    fraction then follows a cosine schedule down to `optim.min_lr_ratio`, or remains constant.
     """
     warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:
@@ -41,10 +41,10 @@ def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
 
 
 class SGD(torch.optim.SGD):
-    """`torch.optim.SGD` for parameters that receive their first gradient in different steps.
+    """`torch.optim.SGD` for parameters that do not all receive their first gradient in the same step.
 
-    The fused kernel fails if only some parameters have a momentum buffer. Missing buffers are therefore created with
-    zeros, which gives a bitwise identical first step.
+    The fused kernel fails if only some parameters have a momentum buffer. Missing buffers are therefore initialized to
+    zeros. The first step gives bitwise the same result as without buffers.
     """
 
     def _init_group(self, group: Any, *lists: Any) -> Any:
@@ -55,21 +55,21 @@ class SGD(torch.optim.SGD):
 
 
 def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp32") -> torch.optim.Optimizer:
-    """Build the optimizer for the parameters of `network` that require gradients. The methods must already be applied.
+    """Build the optimizer for the parameters of `network` that require gradients.
 
-    As in timm, norms and biases have no weight decay, and layer decay increases the learning rate with the depth of the
-    layer. The learning rate of the classifier is multiplied by `optim.head_lr_mult`. Fused kernels are used only in
-    fp32.
+    The methods must already be applied to `network`. As in timm, norm parameters and biases have no weight decay, and
+    layer decay gives deeper layers a higher learning rate. The learning rate of the classifier is multiplied by
+    `optim.head_lr_mult`. Fused kernels are used only in fp32.
 
-    If `optim.state_bits` is below 32, the moments are quantized in blocks (`optim.LowBitAdamW`). If `optim.in_backward`
-    is True, the parameters are updated during the backward pass (`optim.step_in_backward`).
+    If `optim.state_bits` is less than 32, the moments are quantized in blocks (`optim.LowBitAdamW`). If
+    `optim.in_backward` is True, the parameters are updated during the backward pass (`optim.step_in_backward`).
 
     Raises:
         UserError: If no parameter requires gradients.
     """
     if not any(p.requires_grad for p in network.parameters()):
         raise UserError(
-            "Nothing trains: every parameter is frozen. Choose a method that selects parameters, e.g. method=head."
+            "All parameters are frozen. Choose a method that selects trained parameters, for example method=head."
         )
     no_decay: set[str] = getattr(network, "no_weight_decay", set)()
     if optim.layer_decay is None:
@@ -100,7 +100,7 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precis
     if optim.state_bits < 32:
         low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
         return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
-    # Under autocast, Lightning cannot clip gradients of fused optimizers, because these unscale fp16 gradients.
+    # Under autocast, Lightning cannot clip gradients of fused optimizers, which unscale fp16 gradients in each step.
     fused = device in ("cpu", "cuda") and precision == "fp32"
     if optim.name == "sgd":
         return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)

@@ -1,8 +1,8 @@
-"""Processes of a run: their number, their launcher, and their connection.
+"""Number, launcher and connection of the processes of a run.
 
 If torchrun or Slurm started the processes, all of them already exist. Otherwise, the first process starts the other
-processes on its machine through Lightning. The processes are connected before they read the run folder, which the first
-process prepares.
+processes on its machine through Lightning. The first process prepares the run folder. The processes are connected
+before they read this folder.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def world_size(config: Config) -> int:
 
 
 class SameStart(L.Callback):
-    """Restore the random state before the `setup` of later callbacks. The state is saved when this callback is created.
+    """A callback that saves the random state when it is created, and restores it before later callbacks are set up.
 
-    Lightning seeds again when it connects several processes. Without this callback, the adapters of these processes
-    would be initialized differently than those of a single process.
+    Lightning sets the seed again when it connects several processes. Without this callback, adapters would be
+    initialized differently in several processes than in a single process.
     """
 
     def __init__(self) -> None:
@@ -62,12 +62,12 @@ def environment() -> ClusterEnvironment:
         try:
             return SLURMEnvironment(auto_requeue=False)  # the recorder saves a checkpoint and requeues the job
         except RuntimeError as error:
-            raise UserError(f"Pass --ntasks-per-node to Slurm, not --ntasks alone. {GUIDE}") from error
+            raise UserError(f"Start the Slurm job with --ntasks-per-node, not with --ntasks alone. {GUIDE}") from error
     return LightningEnvironment()
 
 
 def connect(config: Config) -> None:
-    """Connect the processes if torchrun or Slurm started them. Otherwise, Lightning starts and connects them later.
+    """Connect the processes if torchrun or Slurm started them. Otherwise, Lightning starts and connects them.
 
     Raises:
         UserError: If the number of processes differs from the settings, if the processes of several nodes were not
@@ -77,20 +77,20 @@ def connect(config: Config) -> None:
     if isinstance(started_by, LightningEnvironment):
         if options.num_nodes > 1:
             raise SettingError(
-                "trainer.num_nodes", options.num_nodes, "1 for a command that neither torchrun nor srun started", GUIDE
+                "trainer.num_nodes", options.num_nodes, "1 unless torchrun or srun starts the command", GUIDE
             )
         if rank() > 0 and world_size(config) == 1:
             name = next(name for name in _RANKS if name in os.environ)
             raise UserError(
-                f"{name}={os.environ[name]} in the environment means that this is not the first process of the run, but"
-                f" the run has one process (trainer.devices). Unset {name}."
+                f"The environment variable {name}={os.environ[name]} means that this is not the first process, but the"
+                f" run has only one process (trainer.devices). Unset {name}."
             )
         return
     found, asked = started_by.world_size(), world_size(config)
     name = "torchrun" if isinstance(started_by, Torchrun) else "Slurm"
     if config.evaluate is not None or config.cost_only:
         if found > 1:
-            raise UserError(f"{name} started {found} processes, but an evaluation or a cost report needs one.")
+            raise UserError(f"{name} started {found} processes, but evaluations and cost reports run in one process.")
         return
     if found != asked:
         raise SettingError(
@@ -117,7 +117,7 @@ def _disconnect() -> None:
 def from_first(value: Any = None) -> Any:
     """Broadcast `value` from the first process, and return it. All processes must call this function.
 
-    A single process returns its `value`.
+    If there is only one process, `value` is returned unchanged.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return value
@@ -127,7 +127,7 @@ def from_first(value: Any = None) -> Any:
 
 
 def requeue() -> None:
-    """Ask Slurm to run this job again. Call this function in the first process, after the checkpoint was written."""
+    """Ask Slurm to run this job again. Call this function in the first process after the checkpoint was written."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     job = os.environ["SLURM_JOB_ID"] if array is None else f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     try:
@@ -136,6 +136,6 @@ def requeue() -> None:
     except (OSError, subprocess.SubprocessError) as error:
         failed = str(error)
     if failed is None:
-        say(f"Slurm was asked to run job {job} again; it continues from this checkpoint.")
+        say(f"Slurm was asked to run job {job} again. The job will continue from this checkpoint.")
     else:
-        say(f"warning: Slurm did not requeue job {job} ({failed}). The same command continues from this checkpoint.")
+        say(f"warning: Slurm did not requeue job {job} ({failed}). Run the same command again to continue the run.")

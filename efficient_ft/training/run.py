@@ -5,8 +5,8 @@ The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `me
 `results.json`.
 
 `model.safetensors` contains the weights of the epoch with the highest accuracy on the split `data.select_best_on`,
-because the papers report that epoch. With several tasks, the mean accuracy is compared. The checkpoint contains the
-last weights.
+because the papers report that epoch. With several tasks, epochs are compared by their mean accuracy. The checkpoint
+contains the most recent weights.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ def run(
     """Execute the run that `config` describes, and print its results.
 
     Args:
-        config: the checked configuration. With `evaluate`, it is RUN/config.yaml with the changes that
+        config: the checked configuration. With `evaluate`, the configuration is RUN/config.yaml with the changes that
             `training.evaluate.evaluate` allows.
-        folder: the run folder. It is not used with `evaluate` and `cost_only`.
-        arguments: settings given on the command line. They are stored with the run.
-        begun: function that writes further files into the run folder. The first process calls it when the folder
-            belongs to this run.
+        folder: the run folder. The folder is not used with `evaluate` or `cost_only`.
+        arguments: settings given on the command line, which are stored with the run.
+        begun: function that writes further files into the run folder. The first process calls this function as soon as
+            the folder belongs to this run.
 
     Returns:
         The contents of results.json (`record.results.Results`). With `evaluate`, the metrics of each split. With
@@ -94,7 +94,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
             if image_folders(config_file.read_config(folder)) != image_folders(config):
                 digests = (read_data(data).digest() for data in data_configs(config))
                 refuse_other_images(config, folder, "+".join(digests))
-        say("This run has already finished. To train again, use resume=never. Its results:")
+        say("This run has already finished. To train again, set resume=never. The results of the run:")
         say(results_text(results, folder))
         return results
     missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
@@ -121,7 +121,7 @@ def _train(
 ) -> dict[str, Any]:
     """Train and finish a run.
 
-    The training is a local variable of this function, so that `out_of_memory` can free it after an error.
+    The `Training` object is a local variable, so that `out_of_memory` can free this object after an error.
     """
     training = prepare(config, held, begun, data)
     return finish(training, fit(training, arguments), arguments, predicted)

@@ -57,20 +57,20 @@ from efficient_ft.training.output.loggers import close_loggers, start_loggers
 from efficient_ft.training.processes import SameStart, from_first, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
-#: The signal that Lightning handled. The key is True if Lightning received SIGTERM.
+#: Mapping from `Trainer.received_sigterm` to the signal that Lightning handled.
 _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class Training:
-    """A prepared run, before its first step.
+    """A run that is ready for its first training step.
 
     Attributes:
         config: the configuration of the run.
-        held: the run folder.
+        held: the run folder, which the first process has locked.
         kind: the kind of task.
         data: the opened data.
-        understood: mapping from tasks to summaries of their data, empty except in the first process.
+        understood: mapping from tasks to summaries of their data. The mapping is empty except in the first process.
         network: the network with its weights. The methods are not applied yet.
         methods: the methods of the run.
         before_model: resident memory before the network was built, in bytes.
@@ -104,13 +104,13 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
 
     Args:
         config: the configuration of the run.
-        held: the run folder.
+        held: the run folder, which the first process has locked.
         begun: function that the first process calls as soon as the folder belongs to this run.
-        opened: the data if they are already open, otherwise None.
+        opened: the data if they have already been opened, or None otherwise.
 
     Raises:
         UserError: If the data cannot be used, if they have changed since the run began, or if the network cannot be
-            built.
+            built or cannot process the data.
     """
     L.seed_everything(config.seed, verbose=False)
     kind, folder = kind_of(config), held.path
@@ -140,7 +140,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     """Train until the last step, starting from the last checkpoint if there is one.
 
     Raises:
-        UserError: If a setting does not fit the machine or the data.
+        UserError: If a setting cannot be used on this machine or with these data.
         DivergedError: If the loss is not finite.
     """
     config, folder = run.config, run.held.path
@@ -148,8 +148,8 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     epochs, total_steps = run_length(config, run.data, world_size(config))
     if warmup_steps(config.optim, total_steps) >= total_steps:
         say(
-            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run within its warm-up of"
-            f" optim.warmup_steps={config.optim.warmup_steps}: the learning rate never reaches"
+            f"warning: trainer.max_steps={config.trainer.max_steps} ends the run before the warm-up of"
+            f" optim.warmup_steps={config.optim.warmup_steps} steps is complete. The learning rate never reaches"
             f" optim.lr={config.optim.lr:g}."
         )
     totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
@@ -176,7 +176,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
         data: Any = run.data
         features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
-    if config.step_stats.interval:  # runs after the methods have prepared the step, and before checkpoints are written
+    if config.step_stats.interval:  # StepStats runs after `apply` prepares the step and before checkpoints are saved
         callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
     callbacks += [totals, recorder]
     if config.trainer.progress:
@@ -199,7 +199,7 @@ def _loop(run: Training, fitted: Fitted) -> None:
     with stop_on_interrupt(recorder):
         try:
             trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
-            if recorder.stop_requested is not None:  # the signal came in the last step, and everything is saved
+            if recorder.stop_requested is not None:  # the signal arrived in the last step, which was saved
                 raise stopping.ending(recorder.stop_requested)
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)

@@ -38,7 +38,7 @@ def build_trainer(
         UserError: If the accelerator, the devices or the precision are not available on this machine.
     """
     options = config.trainer
-    # DDP must expect that frozen layers and classifiers of other tasks receive no gradient in some steps.
+    # DDP must accept that frozen layers and the classifiers of other tasks receive no gradient in some steps.
     unused = bool(config.tasks) or any(getattr(m, "find_unused_parameters", False) for m in methods)
     ddp = options.strategy == "ddp" or world_size(config) > 1
     strategy = "ddp_find_unused_parameters_true" if unused and ddp else options.strategy
@@ -74,15 +74,15 @@ def build_trainer(
     device = trainer.strategy.root_device
     if options.precision == "bf16" and trainer.is_global_zero and bf16_is_emulated(device):
         log.warning(
-            "trainer.precision=bf16: %s has no instructions for bfloat16, and PyTorch emulates them. Steps may take"
-            " many times as long as with trainer.precision=fp32 (DeiT-Tiny on an AMD EPYC with AVX2: 16 times).",
+            "trainer.precision=bf16: the device %s has no bfloat16 instructions, so PyTorch emulates them. Steps can"
+            " take much longer than with fp32 (16 times as long for DeiT-Tiny on an AMD EPYC with AVX2).",
             device_name(device),
         )
     return trainer
 
 
 def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if PyTorch reports that it emulates bfloat16 products. Only CUDA and CPUs with oneDNN report this."""
+    """Return True if PyTorch reports that it emulates bfloat16. Only CUDA and CPUs with oneDNN report emulation."""
     if device.type == "cuda":
         return not torch.cuda.is_bf16_supported(including_emulation=False)
     if device.type == "cpu" and torch.backends.mkldnn.is_available():
@@ -91,7 +91,7 @@ def bf16_is_emulated(device: torch.device) -> bool:
 
 
 def use_channels_last(config: Config, device: torch.device) -> bool:
-    """Return `trainer.channels_last`. If it is not set, return True on a CPU and False on other devices."""
+    """Return `trainer.channels_last`. If this setting is None, return True on a CPU and False on other devices."""
     chosen = config.trainer.channels_last
     return device.type == "cpu" if chosen is None else chosen
 

@@ -16,7 +16,7 @@ from efficient_ft.papers.published import COSTS, published_table
 
 @block
 def conditions(*files: str) -> str:
-    """State the conditions under which the records were measured."""
+    """Return the conditions under which the records were measured, as sentences."""
     return "\n\n".join(records.conditions(file) for file in files)
 
 
@@ -31,7 +31,7 @@ _PROJECTORS = {
 
 
 def _projector(state: str, grid: int, method: str, order: int) -> dict:
-    """Return one result of the comparison of projectors."""
+    """Return the recorded result of one projector."""
     wanted = (state, [grid, grid], method, order)
     of = records.load("projectors")["results"]
     return next(r for r in of if (r["state"], r["grid"], r["method"], r["order"]) == wanted)
@@ -49,7 +49,7 @@ BLOCKS["projectors-finetuning"] = lambda: _projectors("start", "middle", "end")
 def _projectors(*states: str) -> str:
     """Return a table of relative errors by projector.
 
-    For one state of the network, a cell also contains the cosine. For several states, slashes separate the errors.
+    With one state of the network, cells also contain the cosine. With several states, slashes separate the errors.
     """
     rows = []
     for grid in (7, 8, 14):
@@ -99,7 +99,7 @@ def low_rank_layer() -> str:
 # ---------------------------------------------------------------------------------------------- published
 @block
 def published_rule(name: str) -> str:
-    """Show a table of published costs and our count by the rule of the paper."""
+    """Show the published costs of a table next to our counts by the rule of the paper."""
     of = next(t for t in records.load("published")["tables"] if t["table"] == name)
     rows, unit = of["rows"], of["unit"]
     columns = [
@@ -139,7 +139,7 @@ def table_costs() -> str:
 
 @block
 def printed_accuracies(name: str, group: str = "") -> str:
-    """Show a table of published accuracies in the form that ``efficient-ft table`` prints."""
+    """Show a table of published accuracies in the same format as ``efficient-ft table``."""
     rows = ",".join(row.name for row in published_table(name).rows if row.name.startswith(group))
     with contextlib.redirect_stdout(io.StringIO()) as out:
         table_command.main([name, "--rows", rows, "--form", "markdown", "--columns", "accuracy"])
@@ -164,7 +164,7 @@ def methods(page: Path) -> str:
 
 @block
 def header(method: str) -> str:
-    """State the axes, options and class of a method."""
+    """Return the axes, options and class of a method as sentences."""
     of = cards.card(method)
     options = ", ".join(f"`method={option}`" for option in of.options)
     return f"Axis: {of.axes}. Options: {options}. Class: `efficient_ft.methods.{METHODS[method].__name__}`."
@@ -191,7 +191,7 @@ def options(group: str) -> str:
 
 @block
 def recipes() -> str:
-    """Show the recipes by paper and network. Data sets with the same settings share a row."""
+    """Show the recipes by paper and network. Data sets with the same settings share a table row."""
     found: dict[tuple[str, str], list[str]] = {}
     for file in sorted((cards.CONF / "recipe").glob("*/*.yaml")):
         about = comment(file)
@@ -213,17 +213,17 @@ def promises() -> str:
     for promise in PROMISES:
         parts.append(f"## {promise.number}. {promise.title}\n\n{promise.text}\n\nTrials: {promise.tried}")
         if promise.not_covered:
-            parts.append(f"Not covered: {promise.not_covered}")
+            parts.append(f"Limitations: {promise.not_covered}")
         lines = [_result(form, held.get(str(promise.number))) for form, held in last.items()]
         parts.append("\n".join(f"- {line}" for line in lines))
     return "\n\n".join(parts)
 
 
 def _result(form: str, held: dict[str, Any] | None) -> str:
-    """Return one line about the last run of a form."""
+    """Return one line about the last run of the short or long form."""
     if held is None:
         return f"The {form} form has not been run yet."
     here, passed = held["environment"], held["trials"] - len(held["failed"])
-    outcome = f"{passed} of {held['trials']} trials passed. Their total time was {held['seconds']:.0f} s."
+    outcome = f"{passed} of {held['trials']} trials passed. The trials took {held['seconds']:.0f} s."
     failed = f" Failed: {'; '.join(one['name'] for one in held['failed'])}." if held["failed"] else ""
     return f"Last {form} run ({str(here['date'])[:10]}, {here['device']}, torch {here['torch']}): {outcome}{failed}"

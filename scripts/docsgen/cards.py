@@ -26,8 +26,8 @@ ORDER = ("selection", "backprop", "memory", "tokens", "patches", "adapters")
 
 #: The meaning of the setting `select`, which is not an argument of a constructor.
 SELECT = (
-    "selection that is used if the list of methods contains no selection: `last_stage`, `all`, a different selection,"
-    " or `keep` (does not change `requires_grad`)"
+    "part of the network that is trained if no listed method selects parameters: `last_stage`, `all`, the name of a"
+    " method that selects parameters, or `keep` (which does not change `requires_grad`)"
 )
 
 #: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
@@ -37,7 +37,7 @@ MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens"
 
 @dataclass(frozen=True)
 class Card:
-    """Card of a method. The first of its options has the name of the method."""
+    """Card of a method. The first option has the same name as the method."""
 
     name: str
     options: tuple[str, ...]
@@ -52,7 +52,7 @@ class Card:
 
 @cache
 def options_of() -> dict[str, tuple[str, ...]]:
-    """Return the options of each method. The first option has the name of the method."""
+    """Return the options of each method. The first option has the same name as the method."""
     found: dict[str, list[str]] = {}
     for file in sorted((CONF / "method").glob("*.yaml")):
         name = method_of(file)
@@ -71,9 +71,9 @@ def all_cards() -> list[Card]:
 def card(name: str) -> Card:
     """Return the card of a method."""
     file = CARDS / f"{name}.md"
-    assert file.is_file(), f"docs/methods/{name}.md is missing: every method of conf/method has a card"
+    assert file.is_file(), f"docs/methods/{name}.md is missing. Every method in conf/method must have a card."
     first = re.match(r"# ([^\n]+)\n\n(.+?)\n\n", file.read_text(encoding="utf-8"), re.DOTALL)
-    assert first is not None, f"docs/methods/{name}.md must begin with a title and a paragraph on the method"
+    assert first is not None, f"docs/methods/{name}.md must begin with a title and a paragraph about the method"
     axes = ", ".join((METHODS[name].axis, *METHODS[name].other_axes))
     return Card(name, options_of()[name], axes, first[1], " ".join(first[2].split()))
 
@@ -116,7 +116,7 @@ def settings(name: str) -> str:
         if key in parameters:
             kind, meaning = _kind(hints.get(key, Any)), meanings[key]
         else:
-            assert key == "select", f"{name}.{key} is not an argument of the constructor"
+            assert key == "select", f"{name}: the setting {key} is not an argument of the constructor"
             kind, meaning = "name", SELECT
         shown = [_value(given[key]) if key in given else "" for given in values.values()]
         rows.append([f"`{key}`", kind, *shown, meaning])
@@ -147,7 +147,7 @@ def _kind(hint: Any) -> str:
 
 
 def _meanings(of: Any) -> dict[str, str]:
-    """Return the descriptions of the arguments from the class, its base classes, or the class that its text names."""
+    """Return the descriptions of the arguments of a class, including those that another class documents."""
     found: dict[str, str] = {}
     for base in reversed(of.__mro__):
         for key, meaning in _arguments(base.__doc__ or ""):
@@ -183,9 +183,7 @@ def cost(name: str) -> str:
         head = ["network, batch, machine", "recipe", *headings(MEASURED)]
         parts.append(f"Measured costs:\n\n{table(head, measured, left=2)}")
     else:
-        parts.append(
-            "Step times are not recorded. `efficient-ft bench step` measures them ([guide](../guides/comparing.md))."
-        )
+        parts.append("Step times are not recorded. To measure step times, see the [guide](../guides/comparing.md).")
     return "\n\n".join(parts)
 
 
@@ -209,7 +207,7 @@ def _counted(name: str) -> list[list[str]]:
 
 
 def _measured(name: str) -> list[list[str]]:
-    """Return the rows of measurements of the method. For a selection, stacks with other methods are omitted."""
+    """Return the measured costs of a method. For `full` and `last_stage`, combinations of methods are omitted."""
     rows = []
     own = f"{METHODS[name].__name__}("
     for file, labels in MEASUREMENTS.items():

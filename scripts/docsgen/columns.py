@@ -19,7 +19,7 @@ def _counted(file: str, name: str) -> float:
 
 
 def _trained_cosine(file: str, name: str) -> str:
-    """Return the cosine on the trained network. Recipes of `memory_process` without such a measurement are exact."""
+    """Return the cosine on the trained network, which is 1 for recipes of `memory_process` with exact gradients."""
     if file == "memory_process":
         gradient = LABELS["gradients_trained"].get(name)
         return records.cosine("gradient_bits", gradient) if gradient else "1"
@@ -60,17 +60,17 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
 
 
 def cells(file: str, name: str, columns: str) -> list[str]:
-    """Return the cells of one recipe."""
+    """Return the cells of one recipe for the given columns."""
     return [COLUMNS[column][1](file, name) for column in columns.split()]
 
 
 def headings(columns: str, batch: int = 0) -> list[str]:
-    """Return the headings of columns."""
+    """Return the headings of the given columns."""
     return [COLUMNS[column][0].format(batch=batch) for column in columns.split()]
 
 
-#: For each name in a marker, the labels, the columns and the records of the table. If there are no records, the marker
-#: names the record.
+#: For each table name in a marker: the labels, the columns and the records of the table. If the records are empty, the
+#: marker specifies the record.
 TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "tokens": ("tokens", "both saved peak step time", ("tokens", "stacked")),
     "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
@@ -84,7 +84,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
 
 
 def recipes(table_name: str, *files: str) -> str:
-    """Return a table of `TABLES`. The row of the baseline ``full`` is taken only from the first record."""
+    """Return a table that `TABLES` defines. The row of the baseline ``full`` is taken only from the first record."""
     labels, columns, own = TABLES[table_name]
     files, shown = own or files, LABELS[labels]
     of = [(file, name) for file in files for name in records.load(file)["recipes"] if name in shown]
@@ -104,11 +104,11 @@ def chosen(file: str, columns: str, *names: str) -> str:
 
 @block
 def counted(model: str) -> str:
-    """Show the executed counts of every recipe on one model."""
+    """Show the counted costs of every recipe on one model."""
     return table(["recipe", *headings(COUNTED)], counted_rows(model))
 
 
-#: Columns of counted costs, and columns of measured costs.
+#: Columns that show counted costs, and columns that show measured costs.
 COUNTED, MEASURED = "parameters forward backward saved peak", "step time saved peak"
 
 

@@ -11,12 +11,12 @@ from docsgen.records import LABELS
 
 BASELINE = "full"
 
-#: Seconds since the start of training, and test accuracy, after each epoch.
+#: For each epoch, the seconds since the start of training and the test accuracy after the epoch.
 Curve = list[tuple[float, float]]
 
 
 def recipes(network: str) -> dict[str, list[Curve]]:
-    """Return the curves of each recipe, one for each run."""
+    """Return one curve for each run of each recipe."""
     of = records.load("accuracy")["networks"][network]["recipes"]
     return {name: [run["curve"] for run in recipe["runs"]] for name, recipe in of.items()}
 
@@ -27,14 +27,14 @@ def last(runs: list[Curve]) -> list[float]:
 
 
 def seconds(runs: list[Curve]) -> float:
-    """Return the time of all epochs in seconds, as the mean over the runs."""
+    """Return the total time of all epochs in seconds, averaged over the runs."""
     return statistics.mean(run[-1][0] for run in runs)
 
 
 def until(runs: list[Curve], accuracy: float) -> float:
-    """Return the mean time in seconds until the end of the first epoch that reaches an accuracy.
+    """Return the mean time in seconds until the end of the first epoch whose test accuracy is at least `accuracy`.
 
-    The time is infinite if a run does not reach the accuracy.
+    The time is infinite if a run does not reach this accuracy.
     """
     return statistics.mean(next((at for at, found in run if found >= accuracy), math.inf) for run in runs)
 
@@ -45,7 +45,7 @@ def mean(runs: list[Curve]) -> Curve:
 
 
 def target(network: str) -> float:
-    """Return the target accuracy: the share in the record, multiplied by the final accuracy of full fine-tuning."""
+    """Return the target accuracy, which is a fraction of the final accuracy of full fine-tuning."""
     share: float = records.load("accuracy")["share"]
     return share * statistics.mean(last(recipes(network)[BASELINE]))
 
@@ -55,7 +55,7 @@ def time_to_accuracy(network: str) -> str:
     """Show the recipes, sorted by the time until they reach the target accuracy."""
     goal, of = target(network), recipes(network)
     base = until(of[BASELINE], goal)
-    assert base < math.inf, f"{network}: a run of {BASELINE} did not reach {goal:.1%}"
+    assert base < math.inf, f"{network}: a run of {BASELINE} did not reach the target accuracy {goal:.1%}"
     rows = []
     for name, runs in sorted(of.items(), key=lambda item: until(item[1], goal)):
         needed, accuracies = until(runs, goal), last(runs)
@@ -70,5 +70,5 @@ def time_to_accuracy(network: str) -> str:
 
 @block
 def time_to_accuracy_settings(network: str) -> str:
-    """State the settings of the runs."""
+    """Return a line with the settings of the runs."""
     return f"Settings: `{' '.join(records.load('accuracy')['networks'][network]['settings'])}`."

@@ -42,21 +42,21 @@ def layers() -> list[list[str]]:
     left, done = dict(imports()), []
     while left:
         free = sorted(name for name, others in left.items() if not others & left.keys())
-        assert free, f"a cycle of imports: {sorted(left)}"
+        assert free, f"these packages import each other in a cycle: {sorted(left)}"
         done.append(free)
         left = {name: others for name, others in left.items() if name not in free}
     return done
 
 
 def direct(name: str) -> list[str]:
-    """Return the imports of a package without the imports that follow from others."""
+    """Return the imports of a package, except for the imports that another import implies."""
     own = imports()[name]
     return sorted(other for other in own if not any(other in imports()[between] for between in own - {other}))
 
 
 @block
 def packages() -> str:
-    """Show each package with its layer and its description."""
+    """Show the layer and the description of each package."""
     rows = [
         [str(level), f"[`{name}`](../efficient_ft/{name}/__init__.py)", doc(PACKAGE / name / "__init__.py")]
         for level, names in enumerate(layers(), 1)

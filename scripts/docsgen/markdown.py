@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-#: Functions that generate blocks, with their names in markers. A function with a parameter ``page`` also receives the
+#: Dict from names in markers to functions that generate blocks. A function with a parameter ``page`` also receives the
 #: path of the page.
 BLOCKS: dict[str, Callable[..., str]] = {}
 
@@ -27,24 +27,24 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1, tex
 
 
 def listed(items: Sequence[str]) -> str:
-    """Return items as a list in a sentence: a, b and c."""
+    """Join items for use in a sentence, for example "a, b and c"."""
     return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
 
 
 def times(ratio: float) -> str:
-    """Return a ratio to the baseline: 1.09×, 0.50×."""
+    """Format a ratio to the baseline, for example 1.09×."""
     return f"{ratio:.2f}×"
 
 
 def duration(seconds: float) -> str:
-    """Return a duration: 2.71 s, 320 ms, 7.2 ms."""
+    """Format a duration, for example 2.71 s, 320 ms or 7.2 ms."""
     if seconds >= 1:
         return f"{seconds:.2f} s"
     return f"{seconds * 1e3:.0f} ms" if seconds >= 0.1 else f"{seconds * 1e3:.1f} ms"
 
 
 def cosine(value: float) -> str:
-    """Return a cosine with three digits, or four if it is near 1."""
+    """Format a cosine with three digits, or with four digits if it is close to 1."""
     if value >= 0.99995:
         return "1"
     return f"{value:.4f}" if value >= 0.9985 else f"{value:.3f}"

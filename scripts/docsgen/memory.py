@@ -1,4 +1,4 @@
-"""Blocks about memory and its predictions: allocators, states of optimizers, adapters, plans."""
+"""Blocks about memory: allocators, optimizer states, adapters, and predictions of plans."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ def allocators(model: str) -> str:
 
 @block
 def optimizer_states() -> str:
-    """Show low-bit AdamW: largest steps, errors and bytes, relative to AdamW in 32 bits."""
+    """Show the largest steps, the errors and the memory of low-bit AdamW, relative to AdamW in 32 bits."""
     data = records.load("optimizer_states")
     cases = list(next(iter(data["optimizers"].values()))["cases"])
     errors = [*(f"error, {case}" for case in (cases[0], *cases[-2:])), "last steps", "bytes", "ms"]
     largest, other = (_states(data, columns) for columns in (cases, errors))
     return (
-        f"Largest step, divided by the largest step of torch's AdamW on the same gradients:\n\n{largest}\n\n"
-        "Relative error over all steps, norm of the last tenth of the steps divided by their norm with torch's AdamW,"
-        f" memory, and time of a step for a parameter of 768×3072 values:\n\n{other}\n\n"
+        f"This table shows the largest step relative to that of torch's AdamW on the same gradients:\n\n{largest}\n\n"
+        "This table shows the relative error over all steps, the norm of the last tenth of the steps relative to"
+        f" torch's AdamW, and the memory and the time of a step for a parameter of 768×3072 values:\n\n{other}\n\n"
         f"{records.conditions('optimizer_states')}"
     )
 
 
 def _states(data: dict[str, Any], columns: list[str]) -> str:
-    """Return a table of optimizers without its caption, and with the names of the cases in words."""
+    """Return a table of optimizers without its caption, and replace abbreviations in the header."""
     shown = report_text(data, columns, form="markdown").partition("\n\n")[2]
     head, line, rows = shown.partition("\n")
     for short, words in {"spread": "range", "late": "pause", "last steps, ": "norm of the last steps, "}.items():
@@ -65,10 +65,10 @@ def plan_predictions() -> str:
     twice, environment = sum("first" in case for case in cases), data["environment"]
     text = (
         f"The recommended recipe was trained in {len(trained)} of {len(cases)} cases, and {above} runs exceeded the"
-        f" budget. In the other cases, no recipe fit the budget, or the loss of accuracy of all recipes that fit was"
-        f" above one point or unknown. {twice} cases were measured twice, because the machine was slow for some"
-        f" minutes. The table uses the second measurement. The median time of a plan was"
-        f" {statistics.median(seconds):.0f} s. Measured on {environment['date'][:10]} on an {environment['device']}."
+        f" budget. In the remaining cases, no recipe that fit the budget had a known loss of accuracy of at most one"
+        f" point. {twice} cases were measured twice, because the machine was slow for some minutes. For these cases,"
+        f" the table uses the second measurement. The median planning time was {statistics.median(seconds):.0f} s."
+        f" All cases were measured on {environment['date'][:10]} on an {environment['device']}."
         f" Record: `{records.path('plans')}`."
     )
     head = ["prediction", "error, median", "error, 90th percentile", "error, largest"]
@@ -77,7 +77,7 @@ def plan_predictions() -> str:
 
 @block
 def adapters() -> str:
-    """Show adapters on ResNet-50, with frozen and with batch statistics of BatchNorm."""
+    """Show the memory of adapters on ResNet-50, with frozen and with batch statistics of BatchNorm."""
     data = records.load("adapters")
     rows = []
     for name, recipe in data["recipes"].items():

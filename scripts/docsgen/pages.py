@@ -16,7 +16,7 @@ from docsgen.markdown import BLOCKS
 #: Modules that register their blocks in BLOCKS when they are imported.
 _WITH_BLOCKS = (blocks, cards, curves, graph, memory, reference, studies)
 
-#: A marker in backticks is shown unchanged.
+#: Markers in backticks are not replaced.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
 VALUE = re.compile(r"(?<!`)(?P<open><!-- = (?P<call>.+?) -->)(?P<old>[^<]*)<!-- / -->")
 NAVIGATION = re.compile(r"(?P<open> *# generated: methods\n).*?(?P<end> *# end\n)", re.DOTALL)
@@ -31,22 +31,22 @@ def pages() -> list[Path]:
 
 
 def filled(page: Path, text: str) -> str:
-    """Return `text` with generated text between its markers.
+    """Return `text` with newly generated text between its markers.
 
     Raises:
-        ValueError: a marker has no end, begins a line, or has an unknown name.
+        ValueError: If a marker has no end, begins a line, or has an unknown name.
     """
     where = page.relative_to(ROOT).as_posix()
     if VALUE.search(text) and re.search(r"^ {0,3}<!-- = ", text, re.MULTILINE):
-        raise ValueError(f"{where}: a number's marker must not begin a line (Markdown would end the paragraph there)")
+        raise ValueError(f"{where}: a number's marker must not begin a line, because Markdown ends the paragraph there")
     left = re.sub(r"`[^`\n]*`", "", VALUE.sub("", BLOCK.sub("", text)))
     if lonely := MARKER.search(left):
-        raise ValueError(f"{where}: a marker without its partner: {left[lonely.start() :].splitlines()[0]}")
+        raise ValueError(f"{where}: the marker {left[lonely.start() :].splitlines()[0]} has no partner")
 
     def block(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match["call"])
         if name not in BLOCKS:
-            raise ValueError(f"{where}: no block is called {name}; there are {', '.join(BLOCKS)}")
+            raise ValueError(f"{where}: the block {name} does not exist. The blocks are {', '.join(BLOCKS)}.")
         of_page = {"page": page} if "page" in inspect.signature(BLOCKS[name]).parameters else {}
         new = BLOCKS[name](*arguments, **of_page)
         return f"<!-- generated: {match['call']} -->\n\n{new.strip()}\n\n<!-- end -->"
@@ -54,7 +54,7 @@ def filled(page: Path, text: str) -> str:
     def value(match: re.Match[str]) -> str:
         name, *arguments = shlex.split(match["call"])
         if name not in values.VALUES:
-            raise ValueError(f"{where}: no value is called {name}; there are {', '.join(values.VALUES)}")
+            raise ValueError(f"{where}: the value {name} does not exist. The values are {', '.join(values.VALUES)}.")
         return f"{match['open']}{values.VALUES[name](*arguments)}<!-- / -->"
 
     return VALUE.sub(value, BLOCK.sub(block, text))
@@ -105,7 +105,7 @@ def stale() -> list[str]:
     for file, wanted in _wanted():
         name, old = file.relative_to(ROOT).as_posix(), file.read_text(encoding="utf-8") if file.is_file() else ""
         if file.suffix == ".svg":
-            lines += [] if old == wanted else [f"{name}: changed, or drawn from other data"]
+            lines += [] if old == wanted else [f"{name}: the figure is not current"]
             continue
         lines += difflib.unified_diff(
             old.splitlines(), wanted.splitlines(), name, f"{name} (generated)", lineterm="", n=1

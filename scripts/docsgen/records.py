@@ -17,26 +17,26 @@ from efficient_ft.record.environment import BUSY_LOAD as BUSY
 
 MIB = 2**20
 
-#: Labels of the recipes in the records, for each table.
+#: For each table, a dict from recipe names to labels.
 LABELS: dict[str, dict[str, str]] = yaml.safe_load(Path(__file__).with_name("labels.yaml").read_text(encoding="utf-8"))
 
-#: Mapping from short names to files.
+#: Dict from short names to the names of files in benchmarks/.
 FILES = LABELS["files"]
 
 
 def path(file: str) -> str:
-    """Return the path of a file in the repository."""
+    """Return the path of a record, relative to the repository."""
     return f"benchmarks/{FILES[file]}.json"
 
 
 @cache
 def load(file: str) -> Any:
-    """Return the contents of a file."""
+    """Return the contents of a record."""
     return json.loads((ROOT / path(file)).read_text(encoding="utf-8"))
 
 
 def recipe(file: str, name: str) -> Any:
-    """Return one recipe of a file. In `counted`, the name is MODEL/RECIPE."""
+    """Return one recipe of a record. In the record `counted`, the name is MODEL/RECIPE."""
     if file == "counted":
         model, _, name = name.partition("/")
         return load(file)["models"][model]["recipes"][name]
@@ -55,13 +55,13 @@ def adapters_saved(name: str, statistics: str) -> float:
 
 
 def peak(file: str, name: str) -> float:
-    """Return the peak of the batch in MiB: from the allocator on a GPU, counted on a CPU."""
+    """Return the peak memory of the batch in MiB, as reported by the allocator (GPU) or counted (CPU)."""
     of = recipe(file, name)
     return of.get("peak_bytes", of["executed"]["peak_bytes"]) / MIB
 
 
 def growth(file: str, name: str) -> float:
-    """Return the growth of the process of a recipe during its steps, in MiB."""
+    """Return by how many MiB the process of a recipe grows during its steps."""
     return recipe(file, name)["process"]["memory"]["growth_bytes"] / MIB
 
 
@@ -72,7 +72,7 @@ def above_interpreter(file: str, name: str) -> float:
 
 
 def seconds(file: str, name: str, part: str = "step") -> float:
-    """Return the median time of a part of the step."""
+    """Return the median time of a part of the step, in seconds."""
     return recipe(file, name)["measured"][part]["median"]
 
 
@@ -88,7 +88,7 @@ def rounds(file: str) -> int:
 
 
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
-    """Return the median over the rounds of time / time of the baseline in the same round. Values below 1 are faster."""
+    """Return the median ratio of the time to the time of the baseline in the same round. Values below 1 are faster."""
     of = load(file)["recipes"]
     base = of[baseline or load(file)["baseline"]]["measured"][part]["seconds"]
     own = of[name]["measured"][part]["seconds"]
@@ -96,7 +96,7 @@ def time(file: str, name: str, part: str = "step", baseline: str | None = None) 
 
 
 def faster(file: str, name: str, part: str = "step") -> float:
-    """Return the median over the rounds of time of the baseline / time."""
+    """Return the median ratio of the time of the baseline to the time of the recipe."""
     return recipe(file, name)["measured"][part]["times_faster"]["median"]
 
 
@@ -118,8 +118,8 @@ def conditions(file: str) -> str:
         text += " The allocator is glibc, which keeps freed memory." if kept else f" The allocator is {allocator}."
     if not how and environment.get("load", 0) > BUSY:
         text += (
-            f" The load average of the machine was {environment['load']:.2f} at the start. `efficient-ft bench` treats"
-            f" a machine as busy above {BUSY}. The times are therefore less reliable than their ratios."
+            f" The load average of the machine was {environment['load']:.2f} at the start, which is above the limit"
+            f" for idle machines ({BUSY}). The times are therefore less reliable than their ratios."
         )
     return f"{text} Record: `{path(file)}`."
 
@@ -130,7 +130,7 @@ def cosine(file: str, name: str) -> str:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Return arguments of a command line in a short form: the methods, and the settings without the method names."""
+    """Return command-line arguments in a short form: the methods, and the settings without the method names."""
     methods, *settings = arguments
     short = [f"`{re.sub('^method.[a-z_]+.', '', setting)}`" for setting in settings]
     return ", ".join([f"`{methods.removeprefix('method=')}`", *short])

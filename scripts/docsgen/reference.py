@@ -32,7 +32,7 @@ def _row(name: str, of: Any, page: Path) -> list[str]:
 
 
 def _members(of: Any, names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Yield the named members. Without names, yield the public members of `of`; with ``*``, also the inherited ones."""
+    """Yield the members in `names`. Without names, yield the public members, and with ``*``, also inherited members."""
     bases = of.__mro__ if names == ("*",) else (of,)
     found = {name: member for base in reversed(bases) for name, member in vars(base).items()}
     for name, member in found.items():
@@ -52,7 +52,7 @@ def api(target: str, *members: str, page: Path) -> str:
     if members != ("-",) and not isinstance(of, FunctionType):
         dot = "" if isinstance(of, ModuleType) else "."
         own += [_row(dot + name, member, page) for name, member in _members(of, members)]
-    assert own, f"{target} has no public members"
+    assert own, f"the module or class {target} has no public members"
     return f"{table(['name', 'summary'], own, left=2)}\n\n<!-- api: {' '.join((target, *members))} -->"
 
 

@@ -30,10 +30,10 @@ def _mean(runs: Sequence[dict[str, Any]]) -> float:
 
 @cache
 def point(name: str, row: str) -> dict[str, Any]:
-    """Return the mean test accuracy of a row in percent, its seeds, TFLOPs of the run, and stored KiB per image."""
+    """Return the accuracy of a row in percent, the number of seeds, TFLOPs of a run, and stored KiB per image."""
     runs = records(name).finished(row)
     if not runs:
-        raise ValueError(f"{row} of the study {name} is not tuned")
+        raise ValueError(f"the row {row} of the study {name} is not tuned yet")
     return {
         "row": row,
         "accuracy": round(_mean(runs), 4),
@@ -44,12 +44,12 @@ def point(name: str, row: str) -> dict[str, Any]:
 
 
 def points(name: str) -> list[dict[str, Any]]:
-    """Return the points of all rows that are tuned."""
+    """Return the points of all tuned rows of a study."""
     return [point(name, row) for row in records(name).study.rows if records(name).finished(row)]
 
 
 def front(of: Sequence[dict[str, Any]], cost: str) -> list[dict[str, Any]]:
-    """Return the Pareto front, sorted by cost. Every other point with the same or a lower cost is less accurate."""
+    """Return the points on the Pareto front of accuracy and cost, sorted by cost."""
     best: list[dict[str, Any]] = []
     for one in sorted(of, key=lambda one: (one[cost], -one["accuracy"])):
         if not best or one["accuracy"] > best[-1]["accuracy"]:
@@ -74,7 +74,7 @@ def study(name: str) -> str:
 
 @block
 def study_conditions(name: str) -> str:
-    """State the conditions of a study: its description, its settings, and the machines."""
+    """Return the description, the settings and the machines of a study as sentences."""
     of = records(name)
     environments = (one["environment"] for one in of.runs if "environment" in one)
     machines = sorted({f"{one['device']}, torch {one['torch']}" for one in environments})
@@ -84,8 +84,8 @@ def study_conditions(name: str) -> str:
         first = " and ".join(map(shown, tune.values[max(len(tune.values) // 2 - 1, 0) :][:2]))
         chosen = (
             f"For each row, `{tune.setting}` is selected from {values} with seed {tune.seed}. The search begins with"
-            f" {first}. It continues with the neighbors of the best value on the validation {of.study.sample}s, and"
-            f" with the neighbors of every value whose accuracy is within {100 * NEAR:g} point of the best accuracy."
+            f" {first}. The search then tries the neighbors of the best value, and the neighbors of every value whose"
+            f" accuracy on the validation {of.study.sample}s is within {100 * NEAR:g} point of the best accuracy."
             " The runs with the selected value use"
         )
     else:
@@ -97,11 +97,11 @@ def study_conditions(name: str) -> str:
 
 @block
 def study_rows(*names: str) -> str:
-    """Show the settings of every row of the studies. A row name has the same settings in all studies."""
+    """Show the settings of every row of the studies. A row must have the same settings in all studies."""
     settings: dict[str, list[str]] = {}
     for name in names:
         for row, own in records(name).study.rows.items():
-            assert settings.setdefault(row, own) == own, f"{name}: {row} has other settings than in another study"
+            assert settings.setdefault(row, own) == own, f"{name}: the settings of row {row} differ from another study"
     return table(["row", "settings"], [[f"`{row}`", f"`{' '.join(own)}`"] for row, own in settings.items()], left=2)
 
 
@@ -116,12 +116,12 @@ def findings() -> str:
         seeds = sorted({p["seeds"] for p in of})
         seeds_shown = str(seeds[0]) if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
         rows.append([f"[{one['finding']}](#{one['section']})", numbers, seeds_shown, one["holds"]])
-    return table(["finding", "test accuracy", "seeds", "holds?"], rows, left=4)
+    return table(["finding", "test accuracy", "seeds", "confirmed?"], rows, left=4)
 
 
 @block
 def compared(name: str, *rows: str) -> str:
-    """Show some rows of a study: accuracy, seeds, and costs relative to full fine-tuning."""
+    """Show the accuracy, the seeds and the relative costs of some rows of a study."""
     full = point(name, "full")
     lines = []
     for row in rows:
@@ -141,7 +141,7 @@ def _runs_table(rows: Iterable[str], columns: dict[str, Callable[[str], dict[str
 
 @block
 def by_seed(name: str, *rows: str) -> str:
-    """Show the test accuracy of each seed."""
+    """Show the test accuracy for each seed."""
     of = records(name)
     runs = {(row, run["seed"]): run for row in rows for run in of.finished(row)}
     return _runs_table(rows, {f"seed {s}, %": lambda row, s=s: runs.get((row, s)) for s in of.study.seeds})
@@ -149,7 +149,7 @@ def by_seed(name: str, *rows: str) -> str:
 
 @block
 def at_rate(name: str, value: str, *rows: str) -> str:
-    """Show the test accuracy of one run of the search, at one learning rate."""
+    """Show the test accuracy of the search run with one learning rate, for each row."""
     tune = records(name).study.tune
     heading = f"test accuracy at `{tune.setting}={value}`, %"
     return _runs_table(rows, {heading: lambda row: _at(name, row, float(value))})
@@ -181,7 +181,7 @@ _ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_t
 
 @block
 def alast_7_compared(name: str) -> str:
-    """Show ALaST's Table 7 for DeiT-T next to a study of its rows: percent, and points relative to full fine-tuning."""
+    """Show the accuracies in ALaST's Table 7 and in our study, and their differences to full fine-tuning."""
     of = records(name)
     reported = {row.name: row.cells["acc_flowers"].accuracy for row in published_table("alast/7").rows}
     full = reported["deit_t.ft_full"]

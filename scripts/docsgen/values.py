@@ -44,8 +44,8 @@ def _default_job() -> str:
     return f"{statistics.mean(tested):.1f} % [{min(tested):.1f} … {max(tested):.1f}]"
 
 
-#: Functions that return numbers, with their names in markers. FILE is a short name in `records.FILES`, and RECIPE is a
-#: recipe of this file. Times are relative to the baseline of the file.
+#: Dict from names in markers to functions that return numbers as text. FILE is a short name in `records.FILES`, and
+#: RECIPE is a recipe of this file. Times are relative to the baseline of the file.
 VALUES: dict[str, Callable[..., str]] = {
     # times: FILE RECIPE [PART]
     "time": lambda file, recipe, part="step": times(records.time(file, recipe, part)),

@@ -127,7 +127,7 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
     common = [f"--weights={weights}", "--model=vit_digits", "--sizes=28"]
     assert "nowhere: no such folder." in refused(*common, f"--images={tmp_path / 'nowhere'}")
     (tmp_path / "empty").mkdir()
-    assert "FOLDER/CLASS" in refused(*common, f"--images={tmp_path / 'empty'}")
+    assert "class folders (CLASS/*.jpg)" in refused(*common, f"--images={tmp_path / 'empty'}")
     images = _draw(tmp_path / "images", 2)
     assert "Pass smaller --batches" in refused(*common, f"--images={images}")
     for text in ("{", "[1]", '{"runs": {"x": 1}, "results": []}', '{"runs": {}, "results": [{}]}'):

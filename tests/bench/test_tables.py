@@ -37,7 +37,7 @@ def test_committed_reports_print(path):
     busy = load is not None and load > 0.5 and report["kind"] != "gradient"
     assert ("The machine was busy" in text) == busy
     if busy:
-        assert f"load {load:.1f} at the start" in text
+        assert f"the load at the start ({load:.1f})" in text
 
 
 def step_report(load: float) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def test_a_file_that_exists_is_reachable_if_its_length_is_the_expected_one(tmp_p
     url = (tmp_path / "x").as_uri()
     assert unreachable(url) is None
     assert unreachable(url, size=3) is None
-    assert "announces 3 bytes, expected 4" in str(unreachable(url, size=4))
+    assert "announces 3 bytes, but 4 bytes are expected" in str(unreachable(url, size=4))
     assert "No such file" in str(unreachable((tmp_path / "y").as_uri()))
     assert unreachable("nonsense") is not None
 

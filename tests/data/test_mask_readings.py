@@ -163,13 +163,17 @@ def test_classes_may_come_from_the_map_of_values(tmp_path: Path) -> None:
         ({"values": {0: "background", 255: 7}}, r"data\.masks\.values\.255 must be"),
         ({"values": {0: "background"}}, r"a mapping with a value for each class, .*Add cell"),
         ({"values": {0: "background", 255: "cell"}, "ignored": [255]}, r"data\.masks\.ignored must be a value that"),
-        ({"colors": {"background": [0, 0, 0]}}, r"a color for each class, .*Add a color for cell"),
+        ({"colors": {"background": [0, 0, 0]}}, r"a color for each class, .*Add a color for the class cell"),
         ({"colors": {"background": [0, 0, 0], "cell": [0, 0, 0]}}, r"background and cell have the same color"),
         (
             {"colors": {"background": [0, 0, 0], "cell": [1, 0, 0], "sea": [2, 0, 0]}},
             r"must be one of background, cell",
         ),
         ({"palette": "color"}, r"data\.masks\.palette must be index or auto, because the classes have no colors"),
+        (
+            {"palette": "color", "values": {0: "background", 255: "cell"}},
+            r"must be index or auto, because data\.masks\.values is set",
+        ),
         ({"classes": ["a", "b", "a"]}, r"data\.masks\.classes: the class a occurs twice"),
     ],
 )

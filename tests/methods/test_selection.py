@@ -169,7 +169,7 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (LastStage(), "no stages or blocks were recognized"),
+        (LastStage(), "No stages or blocks of .* were recognized"),
         (Blocks(blocks=[0]), "no blocks were recognized"),
         (BitFit(), "no biases outside its head"),
         (NormLast(), "no normalization layers"),

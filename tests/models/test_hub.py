@@ -85,5 +85,5 @@ def test_nothing_is_missing_where_nothing_is_wanted(tmp_path):
 
 def test_a_model_without_published_weights_says_so():
     text = factory.missing_weights(pretrained("vit_digits"))
-    assert "no pretrained weights of model.name=vit_digits" in str(text)
+    assert "no pretrained weights for model.name=vit_digits" in str(text)
     assert "model.pretrained=false" in str(text)

@@ -128,7 +128,7 @@ def test_files_that_do_not_fit_are_refused_with_names(tmp_path, release):
     assert "of a different shape: conv_stem.weight" in refused(**{"first_conv.conv.weight": torch.zeros(40, 3, 3, 3)})
     # ProxylessNAS-GPU and -CPU have one more block.
     extra = {k.replace("blocks.2.", "blocks.3."): v for k, v in weights.items() if k.startswith("blocks.2.")}
-    assert "21 blocks have weights, ProxylessNAS-Mobile has 20" in refused(**extra)
+    assert "21 blocks have weights, but ProxylessNAS-Mobile has 20 blocks" in refused(**extra)
 
 
 def test_without_a_network_the_message_names_the_file(tmp_path, monkeypatch):

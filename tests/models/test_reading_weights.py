@@ -208,11 +208,11 @@ def test_timm_s_average_is_used_and_named(tmp_path: Path, weights: State) -> Non
 
 
 def test_files_without_names_cycles_and_names_that_are_there_twice(tmp_path: Path, weights: State) -> None:
-    load_fails("none of its 2 names occurs in .*: the file contains 0, 1", tmp_path, [torch.ones(2), torch.ones(3)])
+    load_fails(r"none of its 2 names occurs in .*\. The file contains 0, 1", tmp_path, [torch.ones(2), torch.ones(3)])
     cycle: dict[str, Any] = {"net": weights}
     cycle["self"] = cycle
     assert not report(load(tmp_path / "w.pth", cycle)).left_out
-    load_fails(r"It contains a\.b\.c twice", tmp_path, {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}})
+    load_fails(r"The file contains a\.b\.c twice", tmp_path, {"a": {"b.c": torch.ones(1)}, "a.b": {"c": torch.ones(1)}})
     held = {"net (best)": weights, "net (last)": shifted(weights)}
     load_fails(r"Set \"model\.weights_key='net \(last\)'\" or another", tmp_path, held)
 
@@ -237,27 +237,27 @@ def state(name: str, **kwargs: Any) -> State:
     ("name", "other", "kwargs", "said"),
     [
         ("deit_tiny_patch16_224", "deit_tiny_distilled_patch16_224", {},
-         r"the file has 2 prefix tokens \(class, distillation\), the model has 1 prefix token \(class\)\. "
+         r"the file has 2 prefix tokens \(class, distillation\), but the model has 1 prefix token \(class\)\. "
          r"The file fits model=timm model\.name=deit_tiny_distilled_patch16_224\."),
         ("deit_tiny_distilled_patch16_224", "deit_tiny_patch16_224", {},
-         r"the file has 1 prefix token \(class\), the model has 2 prefix tokens"),
+         r"the file has 1 prefix token \(class\), but the model has 2 prefix tokens"),
         ("vit_tiny_patch16_224", "vit_tiny_patch16_224", {"reg_tokens": 4, "no_embed_class": True},
-         r"5 prefix tokens \(class, 4 registers\), the model has 1 .*timm models have such tokens: \w*reg4"),
+         r"5 prefix tokens \(class, 4 registers\), but the model has 1 .*models have these prefix tokens: \w*reg4"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"class_token": False, "global_pool": "avg"},
-         r"the file has no prefix token, the model has 1 prefix token \(class\)"),
+         r"the file has no prefix token, but the model has 1 prefix token \(class\)"),
         ("deit_tiny_patch16_224", "deit_small_patch16_224", {},
-         r"the file has 12 blocks of width 384, the model has 12 of width 192\. .*name=deit_small_patch16_224\."),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "the file has 14 blocks, the model has 12"),
-        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, "the file has 10 blocks, the model has 12"),
+         r"the file has 12 blocks of width 384, but the model has 12 of width 192\. .*name=deit_small_patch16_224\."),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 14}, "has 14 blocks, but the model has 12"),
+        ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"depth": 10}, "has 10 blocks, but the model has 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"qkv_bias": False},
          r"missing: blocks\.0\.attn\.qkv\.bias.*\+model\.kwargs\.qkv_bias=false"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"init_values": 0.1},
          r"unexpected: blocks\.0\.ls1\.gamma.*\+model\.kwargs\.init_values=1e-5"),
-        ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, the model has 12"),
+        ("deit_tiny_patch16_224", "cait_xxs24_224", {}, r"another model: the file has 24 blocks, but the model has 12"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"no_embed_class": True},
-         r"has 196 entries \(14×14 patches\), the model's has 197 .*no_embed_class=true"),
+         r"has 196 entries \(14×14 patches\) in the file, but 197 .*no_embed_class=true"),
         ("deit_tiny_patch16_224", "deit_tiny_patch16_224", {"img_size": (96, 128)}, r"set model\.image_size to \["),
-        ("resnet18", "resnet34", {}, r"layer1 has 3 parts in the file, 2 in the model.*model\.name=resnet34\."),
+        ("resnet18", "resnet34", {}, r"layer1 has 3 parts in the file, but 2 parts in .*model\.name=resnet34\."),
         ("deit_tiny_patch16_224", "resnet18", {}, r"none of its 122 names .*The file fits .*model\.name=resnet18\."),
     ],
 )  # fmt: skip
@@ -276,17 +276,17 @@ def test_left_out_tensors_never_hide_a_mismatch(tmp_path: Path, weights: State) 
 def test_changed_shapes_are_reported(tmp_path: Path) -> None:
     held = state("vit_tiny_patch16_224", patch_size=32)
     found = report(load(tmp_path / "w.pth", held, 10, deit, image_size=160, name="vit_tiny_patch16_224"))
-    assert "positions resized from 50 to 101" in found.notes
-    assert "patches resized from 32×32 to 16×16" in found.notes
+    assert "the number of positions was changed from 50 to 101" in found.notes
+    assert "patches were resized from 32×32 to 16×16" in found.notes
     gray = load(tmp_path / "r.pth", state("resnet18"), 10, ModelConfig, name="resnet18", kwargs={"in_chans": 1},
                 mean=(0.5,), std=(0.5,))  # fmt: skip
-    assert report(gray).notes == ("conv1.weight changed from 3 to 1 channels",)
+    assert report(gray).notes == ("conv1.weight was changed from 3 to 1 channels",)
 
 
 def test_adapters_that_are_not_merged(tmp_path: Path, weights: State) -> None:
     held = {k.replace("qkv.", "qkv.base_layer."): v for k, v in weights.items()}
     held["blocks.0.attn.qkv.lora_A.default.weight"] = torch.zeros(4, 16)
-    load_fails("Merge them first", tmp_path, held)
+    load_fails("Merge the adapters into the network", tmp_path, held)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -303,7 +303,7 @@ def test_a_backbone_of_numbered_parts_is_not_confused_with_one_of_them(tmp_path:
     parts = {"conv1": 0, "bn1": 1, "layer1": 4, "layer2": 5, "layer3": 6, "layer4": 7}
     held = {f"backbone.{parts[one]}.{rest}": value for name, value in state("resnet18").items()
             for one, _, rest in [name.partition(".")] if one in parts}  # fmt: skip
-    said = r"few of its \d+ names occur in the network: the file contains backbone\.0\.weight"
+    said = r"few of its \d+ names occur in the network\. The file contains backbone\.0\.weight"
     load_fails(said, tmp_path, held, 10, ModelConfig, name="resnet18")
 
 
@@ -335,12 +335,12 @@ def test_other_floats_are_weights(tmp_path: Path, weights: State, dtype: torch.d
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("head.weight", torch.tensor(1.0), r"head\.weight \(a single number in the file, 1000×16 in the model\)"),
+        ("head.weight", torch.tensor(1.0), r"head\.weight \(a single number in the file, but 1000×16 in the model\)"),
         ("head.bias", torch.tensor(1.0), r"head\.bias \(a single number"),
-        ("blocks.0.attn.qkv.weight", torch.ones(48), r"attn\.qkv\.weight \(48 in the file, 48×16 in the model"),
+        ("blocks.0.attn.qkv.weight", torch.ones(48), r"attn\.qkv\.weight \(48 in the file, but 48×16 in the model"),
         ("pos_embed", torch.ones(()), "prefix tokens|single number"),
         ("cls_token", torch.ones(16), "prefix token|cls_token"),
-        ("head.bias", torch.ones(7), r"head\.bias \(7 in the file, 1000 in the model\)"),
+        ("head.bias", torch.ones(7), r"head\.bias \(7 in the file, but 1000 in the model\)"),
     ],
 )  # fmt: skip
 def test_tensors_of_a_wrong_shape(tmp_path: Path, weights: State, name: str, value: Tensor, said: str) -> None:
@@ -364,7 +364,7 @@ def test_suspicious_values_are_reported(tmp_path: Path, caplog: pytest.LogCaptur
     held["layer1.0.bn2.running_var"].zero_()
     load(tmp_path / "w.pth", held, 10, ModelConfig, name="resnet18")
     assert "layer1.0.bn1.running_var: values up to 1e+10" in caplog.text
-    assert "layer1.0.bn2.running_var: a running variance of 0 in most channels" in caplog.text
+    assert "layer1.0.bn2.running_var: the running variance is 0 in most channels" in caplog.text
     zeros = {name: torch.zeros_like(value) for name, value in state("resnet18").items()}
     load(tmp_path / "w.pth", zeros, 10, ModelConfig, name="resnet18")
     assert "all values are 0" in caplog.text
@@ -393,13 +393,13 @@ def test_a_whole_model_is_refused_with_the_way_out(tmp_path: Path, nested: bool)
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "it is empty"),
+        (b"", "The file is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b'{"weight_map": {}}', "shards"),
         (b"\x1f\x8b\x08\x00", "compressed archive"),
-        (b"no weights", "Reading it failed"),
+        (b"no weights", "The file cannot be read"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
@@ -412,14 +412,14 @@ def test_files_that_hold_no_weights(tmp_path: Path, content: bytes, said: str, s
 def test_a_torchscript_program_and_a_folder(tmp_path: Path) -> None:
     torch.jit.trace(pretend_pretrained().eval(), torch.zeros(1, 3, 224, 224)).save(str(tmp_path / "w.pt"))
     assert_refused("TorchScript", tmp_path / "w.pt")
-    assert_refused(r"an existing file.*a folder with 1 weights file\. Pass it: model\.weights=.*w\.pt", tmp_path)
+    assert_refused(r"an existing file.*contains 1 weights file\. Pass this file: model\.weights=.*w\.pt", tmp_path)
     trainer = tmp_path / "checkpoint-500"
     trainer.mkdir()
     for name in ("optimizer.pt", "rng_state_0.pth", "model.safetensors", "training_args.bin"):
         (trainer / name).touch()
-    assert_refused(r"with 1 weights file\..*model\.safetensors", trainer)
+    assert_refused(r"contains 1 weights file\..*model\.safetensors", trainer)
     (trainer / "model.safetensors").rename(trainer / "adapter_model.safetensors")
-    assert_refused(r"an adapter\. Merge it", trainer)
+    assert_refused(r"an adapter\. Merge the adapter", trainer)
     for number in (1, 2):
         (tmp_path / f"model-0000{number}-of-00002.safetensors").touch()
     assert_refused("shards of one model", tmp_path)
@@ -443,7 +443,7 @@ def test_reasons_for_unreadable_files_end_with_a_sentence(tmp_path: Path, weight
 def test_a_truncated_file_is_named_as_such(tmp_path: Path, weights: State) -> None:
     torch.save(weights, tmp_path / "w.pth")
     (tmp_path / "w.pth").write_bytes((tmp_path / "w.pth").read_bytes()[:5000])
-    assert_refused(r"Reading it failed: it is truncated or damaged\.$", tmp_path / "w.pth")
+    assert_refused(r"The file cannot be read: the file is truncated or damaged\.$", tmp_path / "w.pth")
 
 
 def test_the_form_is_recognized_by_its_content(tmp_path: Path, weights: State) -> None:

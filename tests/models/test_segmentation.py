@@ -245,7 +245,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path, made: ModelConfi
         (encoder_decoder("unnet"), r"model\.name must be one of .*Did you mean"),
         (config("segformer_b9"), r"model\.name must be one of segformer_b0, .*got segformer_b9"),
         (encoder_decoder(encoder="resnet1"), r"model\.encoder must be a classifier of timm"),
-        (encoder_decoder(drop_rate=0.1), r"model\.drop_rate must be 0 with model\.encoder"),
+        (encoder_decoder(drop_rate=0.1), r"model\.drop_rate must be 0 if model\.encoder is set"),
         (encoder_decoder(kwargs={"classes": 3}), r"model\.kwargs\.classes must be unset"),
         (config(kwargs={"num_labels": 3}), r"model\.kwargs\.num_labels must be unset"),
         (encoder_decoder(kwargs={"decoder_depth": 3}), "cannot be built with model.encoder"),

@@ -213,4 +213,4 @@ def _cut_off(folder: Path, share: float) -> None:
     require(checkpoint.read(previous)["global_step"] == 3, "the previous checkpoint is not of step 3")
     _continue(plain, run, straight)
     said = (folder / "killed_continued.log").read_text(encoding="utf-8")
-    require("is damaged; continuing from the previous one" in said, f"the damage is not said:\n{said}")
+    require("is damaged. The previous checkpoint" in said, f"the damage is not said:\n{said}")

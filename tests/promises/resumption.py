@@ -67,7 +67,7 @@ def _changed(folder: Path, change: str) -> None:
     refused = run_child(train, plain, run, output=folder / "refused.log")
     require(refused.status == 2, f"status {refused.status}, not 2\n{refused.printed}")
     said = refused.unwrapped
-    require("have changed since it began" in said and named in said, f"the change is not named: {said}")
+    require("have changed since the run began" in said and named in said, f"the change is not named: {said}")
     after = {file.name: file.read_bytes() for file in run.iterdir() if file.is_file()}
     require(after == before, "the refused command has changed the run folder")
     shutil.rmtree(images)

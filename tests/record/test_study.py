@@ -89,7 +89,7 @@ def test_a_run_on_other_images_is_not_recorded(folder: Path) -> None:
         records.add(second, found)
     stale = Records(folder)
     stale.runs = []  # the state before another process wrote its record
-    with pytest.raises(UserError, match="differ from the images of 1 records"):
+    with pytest.raises(UserError, match="differ from the images of 1 of the records"):
         stale.add(second, found)
     assert Records(folder).find(second) is None
     other = replace(second, arguments=(*second.arguments, "data=cifar10"))

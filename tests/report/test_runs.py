@@ -179,5 +179,5 @@ def test_a_page_that_cannot_be_written_names_the_option(tmp_path: Path, capsys: 
             run_command("report", [str(runs), "--out", str(out)])
         assert left.value.code == 2
         said = unwrapped(capsys.readouterr().err).strip()
-        assert said.startswith(str(out))
+        assert said.startswith(f"The file {out}")
         assert said.endswith("Change --out.")

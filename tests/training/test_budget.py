@@ -179,7 +179,7 @@ def test_workers_are_printed_and_count_in_the_container(
     monkeypatch.setattr(budget, "memory_limit_bytes", lambda: limit)
     config = of_run(memory="1TB")
     config = config.model_copy(update={"data": config.data.model_copy(update={"num_workers": 64})})
-    with pytest.raises(UserError, match=r"data\.num_workers=64: the run needs about .* this machine or its container has"):
+    with pytest.raises(UserError, match=r"data\.num_workers=64: the run needs about .* this machine or its container"):
         run(config, tmp_path / "run")
     assert "The worker processes (data.num_workers=64) need about " in unwrapped(capsys.readouterr().out)
     assert not (tmp_path / "run").exists()

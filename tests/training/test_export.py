@@ -60,7 +60,7 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, finished):
 
 def test_a_file_of_one_task_has_no_other(finished):
     assert export.load(finished[0]).tasks == {}
-    with pytest.raises(UserError, match="has no task a: it was trained on one data set"):
+    with pytest.raises(UserError, match="has no task a: the run used a single data set"):
         export.load(finished[0], "a")
 
 
@@ -175,9 +175,9 @@ def test_a_noted_method_is_applied(pruned):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"settings": {"drop_at": [1], "keep": 0.5}}, "it contains method.evit.keep, unknown to this version"),
-        ({"method": "evit_old"}, "it contains the method evit_old, unknown to this version"),
-        ({"settings": {"drop_at": [1], "keep_rate": 50}}, "it contains the method evit with keep_rate must be"),
+        ({"settings": {"drop_at": [1], "keep": 0.5}}, "the file contains method.evit.keep, which this version"),
+        ({"method": "evit_old"}, "the file contains the method evit_old, which is unknown"),
+        ({"settings": {"drop_at": [1], "keep_rate": 50}}, "not support the settings of evit: keep_rate must be"),
     ],
 )
 def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
@@ -193,15 +193,15 @@ def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
     [
         ({"class_names": "{}"}, r"class_names"),
         ({"class_names": '{"a": []}'}, r"class_names"),
-        ({"class_names": '["a", "b"]'}, r"head.bias has the shape 3, but its metadata require 2"),
+        ({"class_names": '["a", "b"]'}, r"head.bias has the shape 3, but the metadata require the shape 2"),
         ({"class_names": "[]"}, "class_names"),
         ({"class_names": "3"}, "class_names"),
         ({"class_names": '["a", "b", 3]'}, "class_names"),
         ({"class_names": "no json"}, "class_names"),
         ({"std": "[0, 0.5, 0.5]"}, "std"),
-        ({"std": "[0.5]"}, "mean and std must have one number per channel"),
+        ({"std": "[0.5]"}, "mean and std must contain one number per channel"),
         ({"mean": "[NaN, 0.5, 0.5]"}, "mean"),
-        ({"image_size": "[32]"}, "image_size must be one number with a tokenizer"),
+        ({"image_size": "[32]"}, "image_size must contain one number if there is a tokenizer"),
         ({"image_size": "[100000, 100000]"}, "image_size"),
         ({"image_size": "[-32, 32]"}, "image_size"),
         ({"image_size": "[48, 48]"}, "pos_embed"),
@@ -215,9 +215,9 @@ def test_notes_of_another_version_are_refused(pruned, tmp_path, changes, named):
         ({"architecture": "vit_unknown"}, "vit_unknown"),
         ({"encoder": "resnet18"}, "encoder"),
         ({"added": "{}"}, "added"),
-        ({"tokenizer": "{}"}, "image_size must be one number with a tokenizer"),
+        ({"tokenizer": "{}"}, "image_size must contain one number if there is a tokenizer"),
         ({"tokenizer": "{}", "image_size": "[32]", "mean": "[]", "std": "[]"}, "tokenizer cannot be read"),
-        ({"task": "segmentation"}, "class_ids must have one number per class"),
+        ({"task": "segmentation"}, "class_ids must contain one number for each class"),
     ],
 )
 @pytest.mark.parametrize("noted", [True, False], ids=["with a method", "plain"])

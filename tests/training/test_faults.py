@@ -56,7 +56,7 @@ def test_a_full_disk_is_one_sentence_and_loses_nothing(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"{folder} cannot be written: ")
+    assert last.startswith(f"The run folder {folder} cannot be written: ")
     assert "the same command continues" in last
     assert "Traceback" not in done.stderr
     assert checkpoint.read(folder / checkpoint.NAME)["global_step"] == 2
@@ -105,7 +105,7 @@ def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -
             raise error
         assert caught.value is error
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    for saved, then in ((False, "Nothing was saved yet"), (True, "Saved files are kept")):
+    for saved, then in ((False, "No checkpoint was saved"), (True, "Saved files are kept")):
         if saved:
             (tmp_path / checkpoint.NAME).touch()
         with (
@@ -118,7 +118,7 @@ def test_only_what_the_system_refuses_in_the_folder_is_renamed(tmp_path: Path) -
 @pytest.mark.parametrize("name", ["results.json", "checkpoint.ckpt.prev"])
 def test_a_folder_in_place_of_a_file_is_named(name: str, tmp_path: Path, configuration: Any) -> None:
     (tmp_path / name).mkdir()
-    with pytest.raises(UserError, match=rf"{name} is a folder; the run writes a file of this name\. Remove or rename"):
+    with pytest.raises(UserError, match=rf"{name} is a folder, but must be a file\. Remove or rename"):
         run(configuration(trainer__max_steps=2), tmp_path)
     (tmp_path / config_file.NAME).touch()
     error = IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(tmp_path / "a"), None, str(tmp_path / name))

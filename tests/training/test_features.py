@@ -149,7 +149,7 @@ def test_damaged_features_are_computed_again_and_it_is_said(
         file.write(b"\xff" * 4000)
     capsys.readouterr()
     results = run(small(), tmp_path / "damaged")
-    assert f"Stored features in {store} are damaged and are computed again." in " ".join(
+    assert f"Some features in {store} are damaged. These features are computed again." in " ".join(
         capsys.readouterr().out.split()
     )
     assert_same_training(tmp_path / "straight", tmp_path / "damaged")
@@ -177,7 +177,7 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     assert len(calls) == 4
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        printed.count("is full. Features that are not stored are computed in every epoch, and the run continues") == 1
+        printed.count("is full. The run continues, and features that are not stored are computed in every epoch") == 1
     )
     monkeypatch.undo()
     other = small(trainer__views=1, trainer__cache_folder=str(tmp_path / "other"))
@@ -192,9 +192,9 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
         (
             {"method": {"full": {}}},
             r"trainer\.cache_features=on: No part of the network can be computed once: .* trains.* Use"
-            r" trainer\.cache_features=off, or a method that trains the last part",
+            r" trainer\.cache_features=off, or a method that trains only the last part",
         ),
-        ({"method": {"lisa": {}}}, r"Method lisa selects the trained parameters in each step"),
+        ({"method": {"lisa": {}}}, r"The method lisa selects the trained parameters in each step"),
         (
             {"trainer__cache_limit": "1MB"},
             r"trainer\.cache_limit must be at least 0\.02GiB for these",
@@ -226,8 +226,8 @@ def test_a_disk_without_room_is_refused(
     ("changes", "reason"),
     [
         ({"method": {"full": {}}}, "No part of the network can be computed once"),
-        ({"trainer__epochs": 2}, "no features would be used twice: trainer.epochs=2, trainer.views=2."),
-        ({"method": {"lisa": {}}}, "Method lisa selects the trained parameters in each step"),
+        ({"trainer__epochs": 2}, "with trainer.epochs=2 and trainer.views=2, no features would be used twice."),
+        ({"method": {"lisa": {}}}, "The method lisa selects the trained parameters in each step"),
         ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
         ({"model__frozen_bn": False}, "of the FLOPs of a training step"),
     ],
@@ -300,7 +300,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
 def test_a_damaged_choice_of_the_form_is_one_message(tmp_path: Path, text: str) -> None:
     file = tmp_path / features_module.PREFIX
     file.write_text(text)
-    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove it to choose"):
+    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove this file to choose"):
         features_module._read_choice(file)
 
 

@@ -139,7 +139,7 @@ def test_the_current_folder_is_not_moved_away(tmp_path, configuration, finished,
     shutil.copytree(finished[0], place)
     monkeypatch.chdir(place)
     before = tree(tmp_path)
-    with pytest.raises(UserError, match=r"cannot move .*run away, because it holds the current folder"):
+    with pytest.raises(UserError, match=r"cannot move .*run, because this folder contains the current folder"):
         run(configuration(resume="never"), Path("."))
     assert tree(tmp_path) == before
 
@@ -156,7 +156,7 @@ def test_a_run_that_an_earlier_version_has_half_moved_is_reported(tmp_path, conf
     with pytest.raises(UserError) as caught:
         run(configuration(resume=resume), place)
     text = str(caught.value)
-    assert "holds a part of a run" in text
+    assert "contains a part of a run" in text
     assert str(place) in text
     assert str(away) in text
     assert "Move all files of the run into one folder" in text
@@ -167,7 +167,7 @@ def test_a_part_of_a_run_alone_is_reported(tmp_path, configuration, finished):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
     (place / "config.yaml").unlink()
-    with pytest.raises(UserError, match=r"run holds a part of a run \(results\.json.*no config\.yaml\)"):
+    with pytest.raises(UserError, match=r"run contains a part of a run \(results\.json.*no config\.yaml\."):
         run(configuration(), place)
 
 
@@ -218,7 +218,7 @@ def test_changed_files_of_equal_sizes_are_refused_and_named(
     before = tree(place)
     with pytest.raises(UserError, match=named) as caught:
         run(config, place)
-    assert "have changed since it began" in str(caught.value)
+    assert "have changed since the run began" in str(caught.value)
     assert tree(place) == before
 
 
@@ -256,7 +256,7 @@ def test_damaged_contents_are_refused(tmp_path, configuration, finished, text):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
     (place / "contents.json").write_text(text)
-    with pytest.raises(UserError, match=r"contents\.json is damaged|have changed since it began"):
+    with pytest.raises(UserError, match=r"contents\.json is damaged|have changed since the run began"):
         run(configuration(), place)
 
 

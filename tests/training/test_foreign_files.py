@@ -154,7 +154,7 @@ def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path
 @pytest.mark.parametrize("weights", [{"head.weight": "a"}, {"head.weight": None}, ["a"], {1: torch.ones(1)}])
 def test_a_checkpoint_without_weights_is_one_message(weights: Any, tmp_path: Path) -> None:
     torch.save({"state_dict": weights, "efficient_ft_format": checkpoint.FORMAT}, tmp_path / checkpoint.NAME)
-    with pytest.raises(UserError, match="it is not a checkpoint of a run"):
+    with pytest.raises(UserError, match="the file is not a checkpoint of a run"):
         checkpoint.read(tmp_path / checkpoint.NAME)
 
 

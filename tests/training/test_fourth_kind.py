@@ -170,7 +170,7 @@ def test_a_kind_adds_a_family_of_networks(monkeypatch: pytest.MonkeyPatch) -> No
             "resnet18 of .* already exists",
         ),
         (KindRules("numbers", (), family="numbers", networks=("bert_tiny",)), _Networks(), "bert_tiny of .* already"),
-        (KindRules("numbers", (), networks=("linear_48",)), None, "names networks without a family"),
+        (KindRules("numbers", (), networks=("linear_48",)), None, "lists networks without a family"),
     ],
 )
 def test_a_family_replaces_no_other(rules: KindRules, family: Any, message: str) -> None:

@@ -183,13 +183,13 @@ def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp
     assert shown.count("every image of the evaluation is predicted as class") == 1
     assert "BatchNorm keeps" not in shown  # frozen_bn is false in this run
     assert "starts from random weights" in shown
-    assert "optim.lr=30 is too high: try 3" in unwrapped(shown)
+    assert "optim.lr=30 is too high. Try optim.lr=3" in unwrapped(shown)
 
 
 def test_a_loss_that_diverged_but_is_finite_is_reported_once(tmp_path, configuration, capsys):
     config = configuration(method={"head": {}}, optim__name="sgd", optim__lr=100.0, optim__warmup_steps=0)
     (warning,) = [text for text in run(config, tmp_path)["warnings"] if text.startswith("The training loss")]
-    assert re.match(r"The training loss has diverged: its mean in epoch 1 is [\d.e+]+, and the first batch", warning)
+    assert re.match(r"The training loss has diverged: its mean in epoch 1 is [\d.e+]+, but the first batch", warning)
     assert "Try a smaller optim.lr (now 100)" in warning
     shown = " ".join(capsys.readouterr().out.split())
     assert shown.count("warning: the training loss has diverged") == 1

@@ -62,7 +62,7 @@ def test_only_what_may_train_is_in_the_optimizer():
 
 
 def test_nothing_to_train_is_refused():
-    with pytest.raises(UserError, match="Nothing trains"):
+    with pytest.raises(UserError, match="All parameters are frozen"):
         build_optimizer(timm.create_model("vit_digits").requires_grad_(False), optim())
 
 

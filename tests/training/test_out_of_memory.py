@@ -51,7 +51,7 @@ def test_the_batch_size_named_by_a_run_without_memory_fits(tmp_path: Path) -> No
     assert failed.returncode == 2, failed.stderr
     assert "Traceback" not in failed.stderr
     message = unwrapped(failed.stderr).strip().splitlines()[-1]
-    assert re.match(r"Out of memory on the CPU: the run tried to allocate [\d.]+ [MG]iB, and [\d.]+ [MG]iB of ", message)
+    assert re.match(r"Out of memory on the CPU: the run tried to allocate [\d.]+ [MG]iB, and ", message)
     assert "data.batch_size=1200, model.image_size (default of the network) and method=full" in message
     assert "data.eval_batch_size (" in message
     found = re.search(r"data\.batch_size=(\d+), the run is predicted to fit", message)
@@ -77,7 +77,7 @@ _CPU = "[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't
             RuntimeError(f"{_CPU} 1099511627776 bytes. Error code 12 (Cannot allocate memory)"),
             " the run tried to allocate 1.00 TiB, and",
         ),
-        (MemoryError("Unable to allocate 2.00 TiB for an array with shape (1, 2)"), " the run tried to allocate 2.00 TiB, and"),
+        (MemoryError("Unable to allocate 2.00 TiB for an array with shape (1, 2)"), " .* allocate 2.00 TiB, and"),
         (MemoryError(), ""),
     ],
 )
@@ -96,9 +96,7 @@ def test_a_method_is_named_where_no_batch_size_fits(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", lambda config, *rest: 7 if "checkpointing" in config.method else 0)
     with (
-        pytest.raises(
-            UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7, .* fit \(exact gradients"
-        ),
+        pytest.raises(UserError, match=r"method=\[full,checkpointing\] data\.batch_size=7, .* fit \(exact gradients"),
         _caught(),
     ):
         raise MemoryError

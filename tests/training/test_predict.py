@@ -154,7 +154,7 @@ def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatc
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("missing.png", "no such file"), ("notes.txt", "not readable as an image"), ("empty", "no images in this folder")],
+    [("missing.png", "no such file"), ("notes.txt", "not readable as an image"), ("empty", "contains no images")],
 )
 def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given, message):
     (digits / "empty").mkdir()
@@ -169,4 +169,4 @@ def test_a_folder_without_a_result_is_refused(tmp_path, digits, capsys):
     assert predict(tmp_path, digits) == 2
     assert "model.safetensors" in unwrapped(capsys.readouterr().err)
     assert predict(tmp_path / "nowhere", digits) == 2
-    assert "no such folder" in unwrapped(capsys.readouterr().err)
+    assert "the folder does not exist" in unwrapped(capsys.readouterr().err)

@@ -37,7 +37,7 @@ def test_values_come_back_within_the_precision_of_the_form(values: int, count: i
 @pytest.mark.parametrize("name", ["fp16", "int8"])
 def test_values_that_a_form_does_not_hold_are_refused(name: str) -> None:
     large = torch.tensor([[0.0, 1.0, 1e9]])
-    with pytest.raises(UserError, match=rf"too large to be stored as {name}\. Store them as fp32\."):
+    with pytest.raises(UserError, match=rf"too large to be stored as {name}\. Store the features as fp32\."):
         RowForm(name, 3).encode(large)
     assert torch.equal(RowForm("fp32", 3).decode(RowForm("fp32", 3).encode(large)), large)
     assert RowForm(name, 3).decode(RowForm(name, 3).encode(torch.tensor([[0.0, 1.0, torch.nan]])))[0, 2].isnan()

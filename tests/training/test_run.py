@@ -109,9 +109,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused(steps, tmp_path, configuration)
     with pytest.raises(SettingError) as caught:
         run(configuration(optim__warmup_steps=steps, optim__lr=0.01), tmp_path)
     assert str(caught.value) == (
-        f"optim.warmup_steps must be less than 22, the number of optimizer steps in the run (trainer.epochs=2), got {steps}."
-        " The learning rate would never reach optim.lr=0.01. With optim.warmup_steps=null, the warm-up takes a quarter of"
-        " the run, but at most 100 steps."
+        f"optim.warmup_steps must be less than 22, the number of optimizer steps for trainer.epochs=2, got {steps}."
+        " The learning rate would never reach optim.lr=0.01. With optim.warmup_steps=null, the warm-up takes a quarter"
+        " of the run, but at most 100 steps."
     )
     assert not (tmp_path / checkpoint.NAME).exists()
 
@@ -120,8 +120,8 @@ def test_a_warm_up_as_long_as_the_run_is_refused(steps, tmp_path, configuration)
 def test_a_run_that_is_cut_within_its_warm_up_says_so(tmp_path, configuration, without_cost, capsys):
     run(configuration(optim__warmup_steps=5, optim__lr=0.01, trainer__max_steps=5), tmp_path)
     assert (
-        "warning: trainer.max_steps=5 ends the run within its warm-up of optim.warmup_steps=5: the learning rate never"
-        " reaches optim.lr=0.01."
+        "warning: trainer.max_steps=5 ends the run before the warm-up of optim.warmup_steps=5 steps is complete."
+        " The learning rate never reaches optim.lr=0.01."
     ) in " ".join(capsys.readouterr().out.split())
 
 
@@ -129,7 +129,7 @@ def test_the_number_of_a_process_left_in_the_environment_is_named(tmp_path, conf
     """LOCAL_RANK=1 without a first process is rejected, because the first process prepares the folder."""
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    with pytest.raises(UserError, match=r"^LOCAL_RANK=1 in the environment means .* Unset LOCAL_RANK\.$"):
+    with pytest.raises(UserError, match=r"^The environment variable LOCAL_RANK=1 means .* Unset LOCAL_RANK\.$"):
         run(configuration(), tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -217,7 +217,7 @@ def test_masks_are_not_written_over_images(
 ) -> None:
     folder, *_ = trained
     place = images / "test" / "images"
-    with pytest.raises(UserError, match=r"--out .* holds the image"):
+    with pytest.raises(UserError, match=r"--out .* contains the image"):
         predict.main([str(folder), str(place), "--out", str(place)])
     other = tmp_path / "other"
     other.mkdir()

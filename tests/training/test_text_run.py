@@ -131,15 +131,15 @@ def test_lines_are_predicted(
     predict.main([str(folder / "model.safetensors"), "-"])
     assert capsys.readouterr().out.split("\n")[1].split()[0] == "metal"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n")))
-    with pytest.raises(UserError, match="no text found"):
+    with pytest.raises(UserError, match="these files contain no text"):
         predict.main([str(folder), "-"])
     (tmp_path / "lines.txt").write_text("a\tb\n")
-    with pytest.raises(UserError, match=r"line 1: lines must have the form one text, without tabs"):
+    with pytest.raises(UserError, match=r"line 1: each line must have the form one text without tabs"):
         predict.main([str(folder), str(tmp_path / "lines.txt")])
     with pytest.raises(UserError, match=r"task=segmentation"):
         predict.main([str(folder), str(tmp_path / "lines.txt"), "--overlay"])
     (tmp_path / "lines.txt").write_text("the zinc", encoding="utf-16-le")
-    with pytest.raises(UserError, match=r"lines\.txt cannot be read as UTF-8 text: it contains NUL characters"):
+    with pytest.raises(UserError, match=r"lines\.txt contains NUL characters, so it is not a text file"):
         predict.main([str(folder), str(tmp_path / "lines.txt")])
 
 
@@ -158,7 +158,7 @@ def test_pairs_are_trained_on_and_predicted(
     predict.main([str(tmp_path / "run"), str(tmp_path / "new.txt"), "--top", "1"])
     assert "one plum\ta cherry\n" in capsys.readouterr().out
     (tmp_path / "new.txt").write_text("one plum\t \n")
-    with pytest.raises(UserError, match=r"line 1: lines must have the form FIRST<tab>SECOND"):
+    with pytest.raises(UserError, match=r"line 1: each line must have the form FIRST<tab>SECOND"):
         predict.main([str(tmp_path / "run"), str(tmp_path / "new.txt")])
 
 

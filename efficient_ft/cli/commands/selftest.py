@@ -27,8 +27,9 @@ _ROOT = Path(__file__).resolve().parents[3]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the selected trials. Return 1 if a trial fails, and 0 otherwise. Windows and installed packages are not
-    supported.
+    """Run the selected trials.
+
+    Return 1 if a trial fails, and 0 otherwise. Windows and installed packages are not supported.
     """
     parser = argparse.ArgumentParser(prog="efficient-ft selftest", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument(

@@ -125,8 +125,9 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
 
 
 def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -> None:
-    """Raise a `UserError` if the images of a run differ from the recorded images. Call this function before any run
-    starts.
+    """Raise a `UserError` if the images of a run differ from the recorded images.
+
+    Call this function before any run starts.
     """
     if not any(record.get("images") for record in records.runs):
         return

@@ -47,8 +47,9 @@ _NAMED = 8
 
 @dataclass(frozen=True)
 class CellRun:
-    """A run that reproduces an accuracy of a published table. The run belongs to a row, an accuracy column (or None if
-    the run reproduces all columns of the row), and a seed.
+    """A run that reproduces an accuracy of a published table.
+
+    The run belongs to a row, an accuracy column (or None if the run reproduces all columns of the row), and a seed.
     """
 
     row: Row

@@ -1,6 +1,4 @@
-"""Print the published costs of a table next to two counts of this project: by the paper's rule, and from an executed
-step.
-"""
+"""Print the published costs of a table next to two counts: by the paper's rule, and from an executed step."""
 
 from __future__ import annotations
 
@@ -74,8 +72,9 @@ Counts = tuple[float | None, float | None]
 
 
 def cost_cells(table: Table, row: Row, step: Step | None = None) -> list[CostCell]:
-    """Return the published costs of a row with our counts. `step` is a function that counts a step. By default, steps
-    are counted in this process.
+    """Return the published costs of a row with our counts.
+
+    `step` is a function that counts a step. By default, steps are counted in this process.
     """
     found = []
     for column, printed in row.costs.items():

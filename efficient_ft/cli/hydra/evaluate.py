@@ -26,9 +26,7 @@ from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
 
 
 def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> Config | None:
-    """Return the configuration of a job with ``evaluate=RUN``, including the changes in `parsed`, or None for other
-    jobs.
-    """
+    """Return the configuration of a job with ``evaluate=RUN`` and the changes in `parsed`, or None for other jobs."""
     runs = [override.value() for override in parsed if override.key_or_group == "evaluate"]
     if not runs or runs[-1] is None:
         return None

@@ -1,5 +1,6 @@
-"""Run several jobs in separate processes and print one table. Finished jobs are skipped, and failures do not stop other
-jobs.
+"""Run several jobs in separate processes and print one table.
+
+Finished jobs are skipped, and failures do not stop other jobs.
 """
 
 from __future__ import annotations

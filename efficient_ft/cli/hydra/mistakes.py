@@ -89,9 +89,7 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
-    """Return the error for a mapping with a key that the configuration `known` does not contain, or None if `known`
-    contains all keys.
-    """
+    """Return the error for a mapping with a key that `known` does not contain, or None if `known` contains all keys."""
     line = str(override.input_line)
     found = _first_wrong(override.key_or_group, override.value(), OmegaConf.select(known, override.key_or_group))
     if found is None:

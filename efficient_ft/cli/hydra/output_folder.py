@@ -75,8 +75,9 @@ _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json
 
 
 class _Held(MemoryHandler):
-    """Log handler that buffers records until `hand_over` is called. `flush` has no effect, because Hydra flushes all
-    handlers when a command ends.
+    """Log handler that buffers records until `hand_over` is called.
+
+    `flush` has no effect, because Hydra flushes all handlers when a command ends.
     """
 
     def flush(self) -> None:
@@ -88,8 +89,9 @@ class _Held(MemoryHandler):
 
 
 class CommandRecord:
-    """The record of a command: the folder ``.hydra`` and the log file. The record is written after the run has been
-    accepted.
+    """The record of a command: the folder ``.hydra`` and the log file.
+
+    The record is written after the run has been accepted.
     """
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:

@@ -158,8 +158,9 @@ _running: set[subprocess.Popen[bytes]] = set()
 
 
 class Slots:
-    """Threads and GPUs of the machine, divided into slots for `count` parallel jobs. All slots have the same number of
-    threads. GPUs are assigned in turn.
+    """Threads and GPUs of the machine, divided into slots for `count` parallel jobs.
+
+    All slots have the same number of threads. GPUs are assigned in turn.
     """
 
     def __init__(self, count: int) -> None:

@@ -19,8 +19,9 @@ def submits(overrides: Sequence[str]) -> bool:
 
 
 def with_launcher(arguments: Sequence[str]) -> list[str]:
-    """Return `arguments`, and add the Slurm launcher if the command submits jobs. The launcher defines the settings of
-    ``hydra.launcher``.
+    """Return `arguments`, and add the Slurm launcher if the command submits jobs.
+
+    The launcher defines the settings of ``hydra.launcher``.
     """
     if not submits(arguments):
         return list(arguments)

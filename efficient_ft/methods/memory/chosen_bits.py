@@ -140,8 +140,9 @@ class ChosenBits(PackingState):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part, at most once per step. `g` is the gradient of the part's
-        output.
+        """Measure the changes for the tensors of a part, at most once per step.
+
+        `g` is the gradient of the part's output.
         """
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:

@@ -1,8 +1,8 @@
 """A view of a model for methods: its stages, blocks and head, and the token layout of the input of each layer.
 
 Methods use the view so that they do not depend on the architecture. The view reads the attributes of the model, and
-runs one forward pass on fake tensors to record the input of each layer. The token grids are determined in this forward
-pass, because the number of tokens does not determine the grid.
+runs one forward pass on fake tensors to record the input of each layer. This forward pass also determines the token
+grids, because the number of tokens does not determine a grid.
 """
 
 from efficient_ft.models.view.head import state_classifier

@@ -1,8 +1,8 @@
 """Find the head of a network and other newly initialized parts.
 
-Methods must not freeze these parts, because their weights are random. timm models declare their classifier. In other
-networks, the head is recognized by a common name. If there is no such name, the head is inferred: it consists of the
-parts outside of a pretrained network or after the blocks.
+Methods must not freeze newly initialized parts, because the weights of these parts are random. Models from timm declare
+their classifier. In other networks, the head is recognized by a common name. If no module has such a name, the head is
+inferred from the structure: it consists of the parts outside of a pretrained network or after the blocks.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from efficient_ft.models.view.structure import after, holder_of, is_norm, names_
 
 #: Name of the model attribute that stores the full names of the user-specified classifier modules.
 _STATED = "efficient_ft_classifier"
-#: Names of the last layer in networks without timm's `get_classifier`. The first existing name is used.
+#: Names of the last layer in networks without timm's `get_classifier`. The first name that exists is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
-#: Common names of heads in other networks. All existing names are used.
+#: Common names of heads in other networks. All names that exist are used.
 _HEADS = ("head", "heads", "fc", "mlp_head", "classification_head", "cls_head")
 #: Names of base classes of networks in `transformers`, segmentation-models-pytorch and timm (feature extractors).
 _NETWORKS = {"PreTrainedModel", "EncoderMixin", "FeatureDictNet", "FeatureGetterNet"}
@@ -35,7 +35,7 @@ class Head:
     Attributes:
         modules: Full names of the head's modules.
         others: Full names of other modules and parameters that are outside of the pretrained networks in the model.
-        note: Phrase that names the inferred parts in reports, or an empty string if no parts were inferred.
+        note: Phrase for reports that lists the inferred parts, or an empty string if no parts were inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def head_of(model: nn.Module) -> Head:
 
 
 def _stated(model: nn.Module) -> list[nn.Module] | None:
-    """Return the modules from timm's `get_classifier`, or None if this method does not exist or fails."""
+    """Return the modules from timm's method `get_classifier`, or None if the method does not exist or fails."""
     get_classifier: Any = getattr(model, "get_classifier", None)
     if get_classifier is None or not hasattr(type(model), "get_classifier"):  # a wrapper may forward the attribute
         return None
@@ -87,7 +87,7 @@ def networks_in(model: nn.Module) -> list[str]:
 
     The list is empty if `model` itself is such a network, or if it contains none.
     """
-    base = getattr(model, "base_model_prefix", "")  # in transformers, the name of the submodule without the head
+    base = getattr(model, "base_model_prefix", "")  # the submodule without the head (transformers)
     if base and isinstance(getattr(model, base, None), nn.Module):
         return [base]
     if _is_network(model):
@@ -112,7 +112,7 @@ def _network_around_blocks(model: nn.Module) -> list[str]:
 
 
 def _is_network(module: nn.Module) -> bool:
-    """Return True for a network of timm, transformers, torchvision or segmentation-models-pytorch."""
+    """Return True if `module` is a network of timm, transformers, torchvision or segmentation-models-pytorch."""
     if hasattr(type(module), "get_classifier") or _NETWORKS & {kind.__name__ for kind in type(module).__mro__}:
         return True
     of_torchvision = vars(sys.modules.get("torchvision.models", object))
@@ -140,7 +140,7 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 
 
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
-    """Return the names of modules with a common name of a head, and of modules after the blocks except norm layers.
+    """Return the names of modules that are named like a head, and of modules after the blocks except norm layers.
 
     If there are no such modules, return the name of the last layer.
     """
@@ -153,9 +153,9 @@ def _last_parts(model: nn.Module) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase that names the inferred parts in reports, or an empty string if there are no parts.
+    """Return the phrase for reports that lists the inferred parts, or an empty string if there are no parts.
 
-    If `networks` are given, the parts are outside of these networks. Otherwise, the parts are the head.
+    The inferred parts are outside of `networks` if `networks` is not empty, and are the head otherwise.
     """
     listed, held = ", ".join(parts), ", ".join(networks)
     if not listed:

@@ -10,23 +10,23 @@ from torch import Tensor, nn
 
 
 class Reason(Enum):
-    """The reason why a method does not change a part of a model. The value of a member is the text for reports.
+    """The reasons why a method does not change a part of a model. The value of each member is shown in reports.
 
-    The first group contains the reasons that the view of the model determines. The second group contains the reasons
-    that methods determine. For any other reason, a method uses `OTHER` with a detail.
+    The view of the model determines the reasons in the first group, and methods determine the reasons in the second
+    group. For a reason that is not listed, a method uses `OTHER` with a detail.
     """
 
     HEAD = "the head"
-    NEW = "new, outside of the pretrained network"
+    NEW = "newly initialized, outside of the pretrained network"
     STEM = "the stem or patch embedding"
     GROUPED_CONVOLUTION = "a depthwise or grouped convolution"
     SPATIAL_CONVOLUTION = "a convolution that is not 1×1 with stride 1"
-    NOT_CALLED = "the model does not call its forward"
-    NOT_FROM_IMAGES = "its input does not come from the images"
+    NOT_CALLED = "the model does not call the forward method of the layer"
+    NOT_FROM_IMAGES = "the input does not come from the images"
     SINGLE_POSITION = "a feature map with a single position"
     NO_TOKEN_DIMENSION = "an input without a token dimension"
     NO_GRID = "tokens without positions on a grid"
-    ROUTED = "its input consists of routed tokens of different images"
+    ROUTED = "the input consists of routed tokens of different images"
 
     FROZEN = "frozen by the selection"
     NOT_CHOSEN = "not chosen"
@@ -35,8 +35,8 @@ class Reason(Enum):
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
     AS_PUBLISHED = "excluded, as in the paper"
-    UNPACKED_OPERATION = "dense: packing does not support its operation"
-    NO_EFFECT = "its setting has no effect here"
+    UNPACKED_OPERATION = "dense, because packing does not support the operation"
+    NO_EFFECT = "the setting has no effect here"
     OTHER = "for another reason"
 
 
@@ -45,8 +45,8 @@ class Skipped:
     """A part of a model that a method does not change.
 
     Args:
-        reason: The reason as an enumeration member, for code.
-        detail: The reason as text, for reports. The default is the text of `reason`.
+        reason: The reason as a member of the enumeration.
+        detail: The reason as text for reports. The default is the text of `reason`.
     """
 
     reason: Reason
@@ -56,7 +56,7 @@ class Skipped:
         return self.detail or self.reason.value
 
 
-#: Number of projections that a fused layer combines. The keys are parts of layer names.
+#: Numbers of projections that fused layers combine. The keys are parts of layer names.
 _FUSED = {"qkv": 3, "kv": 2, "qk": 2}
 
 
@@ -76,8 +76,8 @@ class TokenLayout:
     Attributes:
         form: ``tokens`` (B, prefix + H·W, C), ``channels_last`` (B, H, W, C) or ``channels_first`` (B, C, H, W). In
             windowed attention, each window is a separate map (B·windows, H·W, C).
-        grid: Grid (H, W) at the model's image size. With ``channels_last`` and ``channels_first``, the shape of the
-            input determines the grid in each step.
+        grid: Grid (H, W) at the model's image size. For ``channels_last`` and ``channels_first``, the actual grid is
+            given by the shape of the input.
         prefix: Number of class, distillation and register tokens before the grid.
     """
 
@@ -97,9 +97,9 @@ class Layer:
 
     Attributes:
         name: Full module name.
-        module: The `nn.Linear` or `nn.Conv2d`.
+        module: The `nn.Linear` or `nn.Conv2d` module.
         tokens: Layout of the input, or None if the input has no layout.
-        why_not: Reason why the input has no layout, or None if it has one.
+        why_not: Reason why the input has no layout, or None if the input has a layout.
         in_attention: True if the layer belongs to an attention module.
         reach: Full name of the attention module that calls this layer only if the module's attribute
             `qkv_bias_separate` is True, or None for other layers. By default, SwinV2, BEiT and EVA use the weight of

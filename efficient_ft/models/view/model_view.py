@@ -16,7 +16,7 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Name of the module to exclude from the last stage, by model class. The papers do not train this module.
+#: Name of the module that is excluded from the last stage, by model class. The papers do not train this module.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: Pattern for the names of attention classes. Blocks with attention and an MLP (``ClassAttentionBlock``) do not match.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
@@ -34,11 +34,11 @@ class ModelView:
         model: The model, which a view never changes.
         image_size: Image size (H, W) in pixels for the forward pass, or (tokens,) for a text model.
         stages: Block names of each stage, in order. An isotropic transformer is divided into four equal stages.
-        stage_extras: Names of the other modules of each stage, e.g. downsampling.
+        stage_extras: Names of the other modules of each stage, for example downsampling layers.
         blocks: Names of all blocks.
         head: Names of the classifier's modules. See `models.view.head`.
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
-        head_note: Phrase for reports about an inferred head. It is empty if the model or the user declares the head.
+        head_note: Phrase for reports that lists the inferred parts, or an empty string if the head was declared.
         tail: Names of the modules that run after the last stage (norms, decoder, head).
         prefix_tokens: Number of class, distillation and register tokens.
     """
@@ -65,7 +65,7 @@ class ModelView:
 
     @property
     def has_class_token(self) -> bool:
-        """True if the model has a class token."""
+        """Return True if the model has a class token."""
         return getattr(self.model, "cls_token", None) is not None
 
     @cached_property
@@ -89,12 +89,12 @@ class ModelView:
 
     @property
     def single_patch(self) -> bool:
-        """True if the patch embedding produces one patch per image."""
+        """Return True if the patch embedding produces one patch per image."""
         return tuple(getattr(getattr(self.model, "patch_embed", None), "grid_size", None) or ()) == (1, 1)
 
     @cached_property
     def block_grid(self) -> tuple[int, int] | None:
-        """The token grid (H, W) of all blocks, or None if tokens have no grid or the grids of the blocks differ.
+        """The token grid (H, W) of all blocks, or None if the tokens have no grid or the blocks have different grids.
 
         Raises:
             UserError: If the model cannot run on an input of `image_size`.
@@ -123,8 +123,8 @@ class ModelView:
             if self.image_size != _USUAL_SIZE or _stated_size(self.model) is not None:
                 raise
             raise UserError(
-                f"{error}\nThe model does not declare its image size. If the model takes another size, first set the"
-                " model's attribute image_size, e.g. model.image_size = 112."
+                f"{error}\nThe model does not declare its image size. If the model requires another size, set the"
+                " model's attribute image_size first, for example model.image_size = 112."
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
@@ -137,7 +137,7 @@ class ModelView:
         """
         if not self.stages:
             raise UserError(
-                f"{self.name}: no stages or blocks were recognized, so there is no last stage. Use another selection"
+                f"No stages or blocks of {self.name} were recognized, so there is no last stage. Use another selection"
                 " (head, full, bitfit, norm_last)."
             )
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
@@ -160,8 +160,8 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
     """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
     The size is declared by the patch embedding, the pretrained configuration or an attribute of the model. If the model
-    contains a pretrained network, this network may also declare the size. For a text model, the result is (tokens,):
-    the maximum number of tokens in the pretrained configuration, or the number of positions.
+    contains a pretrained network, this network may also declare the size. For a text model, return (tokens,), where
+    tokens is the maximum number of tokens in the pretrained configuration, or the number of positions.
     """
     return _stated_size(model) or _USUAL_SIZE
 
@@ -175,7 +175,7 @@ def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
         if size is None:
             size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
             size = None if None in size else size
-        for owner in (network, getattr(network, "config", None)):  # torchvision's ViT, and models of transformers
+        for owner in (network, getattr(network, "config", None)):  # for torchvision's ViT and models of transformers
             size = getattr(owner, "image_size", None) if size is None else size
         if isinstance(size, int):
             return size, size
@@ -190,7 +190,7 @@ def _with_inner(model: nn.Module) -> list[nn.Module]:
     return [model, *(model.get_submodule(name) for name in inner)]
 
 
-#: Pattern for the parameter names of prefix tokens, for networks that do not declare the number of prefix tokens.
+#: Pattern for the parameter names of prefix tokens in networks that do not declare the number of prefix tokens.
 _PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
 
 

@@ -41,9 +41,9 @@ class Probed:
     """The record of a forward pass. All keys are full module names.
 
     Attributes:
-        inputs: Input of every linear layer and convolution that was called.
-        reach: Attention modules that call a layer only if their `qkv_bias_separate` is True, by the name of the layer;
-            see `Layer.reach`.
+        inputs: Input of each linear layer and convolution that was called.
+        reach: Mapping from layers to the attention modules that call them only if `qkv_bias_separate` is True (see
+            `Layer.reach`).
         functions: Torch functions that the forward method of each module calls directly.
     """
 
@@ -53,7 +53,7 @@ class Probed:
 
 
 class _Functions(TorchFunctionMode):
-    """A mode that records the torch functions that each module calls."""
+    """A torch function mode that records the functions that each module calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class _Functions(TorchFunctionMode):
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
     def watch(self, name: str, module: nn.Module) -> None:
-        """Record under `name` which torch functions the forward method of `module` calls."""
+        """Record the torch functions that the forward method of `module` calls, under the name `name`."""
 
         def leave(*_: Any) -> None:
             self.running.pop()
@@ -76,10 +76,10 @@ class _Functions(TorchFunctionMode):
 
 
 def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
-    """Copy an object, e.g. a model or a tuple of objects, and replace its tensors with fake tensors.
+    """Copy an object, for example a model or a tuple of objects, and replace the tensors in the copy with fake tensors.
 
     Returns:
-        The mode in which a copied model can run, and the copy.
+        The fake tensor mode in which a copied model can run, and the copy.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
@@ -87,7 +87,7 @@ def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
 
 
 def takes_tokens(model: nn.Module) -> bool:
-    """Return True if a model takes token ids, as the text models in `transformers` do."""
+    """Return True if a model takes token ids, like the text models in `transformers`."""
     return getattr(model, "main_input_name", None) == "input_ids"
 
 
@@ -111,7 +111,7 @@ def in_words(size: tuple[int, ...]) -> str:
 
 
 def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
-    """Run a fake copy of `model` on an input of `size`, which is (H, W) in pixels, or (L,) for texts of L tokens.
+    """Run a fake copy of `model` on images of `size` (H, W) in pixels, or on texts of `size` (L,) in tokens.
 
     Raises:
         UserError: If the model cannot run on an input of this size.

@@ -1,6 +1,6 @@
 """Find the stages, blocks, stem and normalization layers of a network by the names of its attributes.
 
-In most timm classifiers, the stages are attributes of the network. In other classifiers, they are attributes of a
+In most timm classifiers, the stages are attributes of the network. In other classifiers, the stages are attributes of a
 submodule (``body.layer1``). In models from `transformers` and segmentation-models-pytorch, the stages are inside an
 encoder (``encoder.model.blocks``, ``segformer.stages``, ``bert.encoder.layer``), which is followed by a decoder or
 classifier.
@@ -80,24 +80,24 @@ def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tupl
     return (*_split_stages(modules, containers), containers)
 
 
-#: Attributes that contain stages or blocks.
+#: Names of attributes that contain stages or blocks.
 _CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages")
-#: Attribute that is a sequence of blocks in some networks (RexNet) and a sequence of layers in other networks.
+#: Name of an attribute that is a sequence of blocks in some networks (RexNet) and of layers in other networks.
 _FEATURES = "features"
 #: Patterns for stages in separate attributes (``layer1``, ``stages_0``, ``s1``). The first matching pattern is used.
 _NUMBERED = ("layer[1-8]", r"stages_\d", r"layers_\d", "s[1-8]", "stage[1-8]", r"denseblock\d", r"level\d", r"block\d+")
-#: Attributes that contain the blocks of a stage.
+#: Names of attributes that contain the blocks of a stage.
 _BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
-#: Submodules of timm's classifiers that may contain the stages.
+#: Names of submodules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
-#: Maximum nesting depth at which an encoder is searched in a network.
+#: Maximum nesting depth at which `holder_of` searches a network for an encoder.
 _DEPTH = 2
 
 
 def holder_of(model: nn.Module) -> str:
     """Return the full name of the encoder that contains the stages or blocks.
 
-    The name is "" if the model itself contains them, or if no stages are found.
+    The name is "" if the model itself contains the stages or blocks, or if none are found.
     """
     if _containers(model):
         return ""
@@ -111,7 +111,7 @@ def holder_of(model: nn.Module) -> str:
 def _containers(module: nn.Module) -> list[str]:
     """Return the names of the submodules that are stages, or that contain stages or blocks."""
     for name in _CONTAINERS:
-        container = module._modules.get(name)  # getattr of a wrapper may return an attribute of the inner module
+        container = module._modules.get(name)  # getattr may return an attribute of a wrapped module
         if isinstance(container, nn.ModuleList | nn.Sequential) and len(container):
             return [name]
     features = module._modules.get(_FEATURES)
@@ -119,7 +119,7 @@ def _containers(module: nn.Module) -> list[str]:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
     series = ([n for n in children if re.fullmatch(form, n)] for form in _NUMBERED)
-    return next((names for names in series if names and names[0][-1] in "01"), [])  # a series must start with 0 or 1
+    return next((names for names in series if names and names[0][-1] in "01"), [])  # the numbers must start with 0 or 1
 
 
 def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
@@ -133,7 +133,7 @@ def _blocks_of(stage: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def _holds_blocks(stage: nn.Module) -> bool:
-    """Return True if a stage lists blocks.
+    """Return True if a stage is a list of blocks.
 
     Return False if most of the listed modules are the layers of a single block, as in ConvMixer.
     """
@@ -150,8 +150,8 @@ def _split_stages(
     """Return the block names of each stage, and the names of the other modules of each stage.
 
     `modules` contains the stages in order, and the modules between stages, which belong to the following stage.
-    `stages` contains the names of the stages. If it is empty, every module that lists blocks is a stage. If it contains
-    a stage that does not list blocks, the whole stage is one block.
+    `stages` contains the names of the stages. If `stages` is empty, every module that is a list of blocks is a stage. A
+    stage in `stages` that is not a list of blocks is a single block.
     """
     blocks: list[tuple[str, ...]] = []
     extras: list[tuple[str, ...]] = []
@@ -175,7 +175,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the modules with parameters after the stages, first in the encoder, then at the top level."""
+    """Return the names of the modules with parameters after the stages, first those in the encoder."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):

@@ -1,4 +1,4 @@
-"""Observe the inputs and outputs of a model's blocks in a forward pass, and compare their magnitudes."""
+"""Observe the inputs and outputs of a model's blocks in a forward pass, and compute relative magnitudes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class BlockIO(NamedTuple):
         x: the input.
         before: grid positions of the input tokens, or None if all tokens are present or if the positions are unknown.
         y: the output.
-        after: grid positions of the output tokens, or None in the same cases as `before`.
+        after: grid positions of the output tokens, or None if all tokens are present or if the positions are unknown.
     """
 
     x: Tensor
@@ -31,11 +31,11 @@ class BlockIO(NamedTuple):
 
 @contextmanager
 def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[int, BlockIO], None]) -> Iterator[None]:
-    """Inside this context, call `callback` with the index and the `BlockIO` of each listed block that runs.
+    """Return a context manager that calls `callback` with the index and `BlockIO` of each block in `blocks` that runs.
 
-    `callback` runs without gradients, and nothing is saved for the backward pass. Forward passes that recompute
-    activations during the backward pass are skipped. Blocks whose first input or whose output is not a tensor are also
-    skipped.
+    `callback` runs without gradient tracking, so no tensors are saved for the backward pass. Forward passes that
+    recompute activations during the backward pass are skipped. Blocks whose first input or whose output is not a tensor
+    are also skipped.
     """
 
     def hook(index: int) -> Callable[..., None]:
@@ -59,7 +59,7 @@ def observe_blocks(model: nn.Module, blocks: Sequence[str], callback: Callable[[
 def channel_axis(block: nn.Module, dims: int) -> int:
     """Return the channel axis of a block's output.
 
-    It is axis 1 for 4-dimensional outputs of convolutions, otherwise the last axis.
+    The channel axis is axis 1 for 4-dimensional outputs of convolutional blocks, and the last axis otherwise.
     """
     first = next((m for m in block.modules() if isinstance(m, nn.Linear | nn.Conv2d)), None)
     return 1 if dims == 4 and isinstance(first, nn.Conv2d) else dims - 1
@@ -68,9 +68,10 @@ def channel_axis(block: nn.Module, dims: int) -> int:
 def relative_magnitude(
     io: BlockIO, prefix: int, axis: int, present: Tensor | None = None
 ) -> tuple[Tensor, Tensor] | None:
-    """Return ‖f(x)‖ / ‖f(x) + x‖, where f(x) + x is the output of the block, and the number of compared tokens.
+    """Return the relative magnitude ‖f(x)‖ / ‖f(x) + x‖ of a block, and the number of compared tokens.
 
-    Norms are computed over the channels in single precision or higher. Tokens with a zero output are excluded.
+    The output of the block is f(x) + x. Norms are computed over the channels in single precision or higher. Tokens with
+    a zero output are excluded.
 
     Args:
         io: input and output of the block.
@@ -79,8 +80,8 @@ def relative_magnitude(
         present: mask (B, N) that is 0 for padding, or None if there is no padding. Padding is excluded.
 
     Returns:
-        The mean over images and tokens, and the number of compared tokens per image. Both are scalar tensors on the
-        device of the block. None if the output tokens cannot be matched with input tokens.
+        The relative magnitude averaged over images and tokens, and the number of compared tokens per image, as scalar
+        tensors on the device of the block. The result is None if output tokens cannot be matched with input tokens.
     """
     pair = _same_tokens(io, prefix)
     if pair is None:

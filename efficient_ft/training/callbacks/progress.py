@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, otherwise lines of text, and a line at the end of each epoch."""
+"""Show the progress of a run: a bar in a terminal, or lines of text otherwise, and a summary line for each epoch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.module import FineTuner
 
-#: Seconds between two updates of the bar, and between two lines if the output is not a terminal.
+#: Minimum time in seconds between two updates of the bar, and between two lines if the output is not a terminal.
 BAR_SECONDS, LINE_SECONDS = 0.5, 60.0
 
 
 class ProgressBar(L.Callback):
-    """Show the epoch, the step, the loss, the learning rate, the speed and the remaining time.
+    """A callback that shows the epoch, the step, the loss, the learning rate, the speed and the remaining time.
 
-    The loss is the mean of the losses of the current epoch that were already read from the accelerator. Place this
+    The loss is the mean of the losses that have been read from the accelerator in the current epoch. Place this
     callback after `recorder`, which provides the metrics of each epoch.
     """
 
@@ -32,7 +32,7 @@ class ProgressBar(L.Callback):
         self._bar: Any = None
         self._first = self._seen = 0
         self._start = self._last = 0.0
-        #: Seconds spent in evaluation, which are excluded from the speed, and the start of the current evaluation.
+        #: Evaluation time in seconds, which is excluded from the speed, and the start time of the current evaluation.
         self._paused, self._pause = 0.0, 0.0
 
     @rank_zero_only
@@ -119,7 +119,7 @@ class ProgressBar(L.Callback):
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
     """Remove parts until the line fits into `width` characters or `least` parts remain.
 
-    The first and the last part are removed last.
+    Parts in the middle are removed first.
     """
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

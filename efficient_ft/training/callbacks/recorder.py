@@ -24,16 +24,16 @@ from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.output.faults import refuse_lost_process, require_folder
 from efficient_ft.training.processes import from_first, requeue
 
-#: Maximum number of optimizer steps between two rows of training loss. In short runs, the number is smaller, so that
-#: a run with at least `LEAST_ROWS` steps has at least `LEAST_ROWS` rows. Within an epoch, periodic checkpoints are
-#: written only after multiples of `RECORD_EVERY` steps.
+#: Maximum number of optimizer steps between two recorded training losses. In short runs, this number is smaller, so
+#: that at least `LEAST_ROWS` losses are recorded if the run has at least this number of steps. Within an epoch,
+#: periodic checkpoints are written only after multiples of `RECORD_EVERY` steps.
 RECORD_EVERY = 50
 LEAST_ROWS = 20
 #: Maximum number of classes for which the metric of each class is logged.
 LARGEST_CHART = 100
-#: A checkpoint is written at the end of an epoch if at least this time in seconds has passed since the last one.
+#: At the end of an epoch, a checkpoint is written if the last checkpoint is at least this number of seconds old.
 EPOCH_CHECKPOINT_SECONDS = 10.0
-#: A checkpoint is written within an epoch if at least this time in seconds has passed since the last one.
+#: Within an epoch, a checkpoint is written if the last checkpoint is at least this number of seconds old.
 STEP_CHECKPOINT_SECONDS = 600.0
 #: Signals with which Slurm and submitit announce the end of a job. Windows does not have these signals.
 REQUEUE = tuple(number for name in ("SIGUSR1", "SIGUSR2") if (number := getattr(signal, name, None)) is not None)
@@ -42,22 +42,22 @@ _STOP = tuple(dict.fromkeys([*REQUEUE, *reversed(stopping.STOPPING)]))
 
 
 def rows_every(given: int | None, total_steps: int) -> int:
-    """Return the number of steps between two rows of training loss: `given`, or by default at most `RECORD_EVERY`."""
+    """Return the number of steps between two recorded losses: `given`, or at most `RECORD_EVERY` by default."""
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
 class Recorder(L.Callback):
-    """Write the metrics, save the weights of the best epoch, and write checkpoints.
+    """A callback that writes the metrics, saves the weights of the best epoch, and writes checkpoints.
 
     Args:
         folder: the run folder.
         split: the split on which the run evaluates during training.
-        keep_best: function that writes the network's weights. It is called with the module, the epoch (from 1) and the
-            accuracy of the epoch.
-        extra: further entries of every checkpoint. They must consist of plain containers and values.
-        totals: the callback that sums the cost of the training. It must precede this callback.
-        every: number of optimizer steps between two rows of training loss. See `rows_every`.
-        class_names: names of the classes, used to log the metric of each class.
+        keep_best: function that writes the network's weights. The arguments are the module, the epoch (counted from 1)
+            and the accuracy of the epoch.
+        extra: further entries of every checkpoint, which must consist of plain containers and values.
+        totals: the callback that sums the cost of the training, which must precede this callback.
+        every: number of optimizer steps between two recorded losses. See `rows_every`.
+        class_names: names of the classes, under which the metrics of the classes are logged.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Recorder(L.Callback):
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
         self.totals, self.every, self.class_names = totals, every, class_names
-        #: The row of metrics of the last epoch.
+        #: The recorded metrics of the last epoch.
         self.row: dict[str, Any] = {}
         self.metrics = MetricsFile(folder)
         self.best: float | None = None
         self.best_epoch = 0
         self.last: float | None = None
-        #: Accuracy of each task in the best and in the last epoch. With several tasks, `best` and `last` are the means.
+        #: Accuracy of each task in the best and in the last epoch. `best` and `last` are the means over the tasks.
         self.best_tasks: dict[str, float] = {}
         self.last_tasks: dict[str, float] = {}
         self._saved = 0.0
-        #: The received signal, after which the run saves a checkpoint and stops, or None to continue.
+        #: The signal after which the run saves a checkpoint and stops, or None if no such signal was received.
         self.stop_requested: int | None = None
         #: The handler for signals that request a stop, or None if no training is running.
         self.handler: Callable[[int, Any], None] | None = None
@@ -90,8 +90,8 @@ class Recorder(L.Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
         if self.handler is not None:
-            # Lightning's handler broadcasts in the middle of a step, while other processes expect another operation.
-            # In addition, it does not write a checkpoint when it ends a run with one process.
+            # Replace Lightning's handler, which broadcasts in the middle of a step, when other processes expect a
+            # different operation, and which ends a run with one process without writing a checkpoint.
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
@@ -125,7 +125,7 @@ class Recorder(L.Callback):
             trainer.should_stop = True
 
     def _stop(self, trainer: L.Trainer) -> int | None:
-        """Return the signal that any of the processes received, or None to continue.
+        """Return the signal that one of the processes received, or None if no signal was received.
 
         All processes must call this function, and all of them return the same signal.
         """
@@ -136,11 +136,11 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """End the run because of the signal `stop`, after the checkpoint was written.
+        """End the run because of the signal `stop`. Call this function after the checkpoint was written.
 
         If Slurm sent the signal, requeue the job.
         """
-        self.stop_requested = stop  # also in processes that received no signal
+        self.stop_requested = stop  # this process may not have received the signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
                 requeue()
@@ -148,12 +148,12 @@ class Recorder(L.Callback):
         raise KeyboardInterrupt
 
     def _due(self, trainer: L.Trainer, seconds: float) -> bool:
-        # All processes write a checkpoint together, so the clock of the first process decides.
+        # All processes write a checkpoint together, so only the clock of the first process is used.
         due = time.monotonic() - self._saved >= seconds
         return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
-        module.read_losses(batch_idx)  # raises DivergedError, so that diverged weights are never saved
+        module.read_losses(batch_idx)  # diverged weights are never saved, because this call raises DivergedError
         module.require_finite()
         require_folder(self.folder)
         self.totals.gather()
@@ -161,7 +161,7 @@ class Recorder(L.Callback):
         self._saved = time.monotonic()
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Lightning has already evaluated the network, as the last part of the epoch.
+        # Lightning has already evaluated the network in this epoch.
         assert isinstance(pl_module, FineTuner)
         pl_module.read_losses(trainer.fit_loop.batch_idx)
         evaluated = pl_module.evaluated
@@ -199,7 +199,7 @@ class Recorder(L.Callback):
             self._leave(stop)
 
     def _so_far(self) -> dict[str, float]:
-        """Return the number of images and FLOPs, the seconds, and the joules (if measured) since the start of training.
+        """Return the numbers of images, FLOPs, seconds and joules (if measured) since the start of training.
 
         All processes must call this function.
         """
@@ -208,7 +208,7 @@ class Recorder(L.Callback):
         return {key: values[key] for key in ("images", "flops", "seconds", "joules") if values[key] is not None}
 
     def _each_class(self, module: FineTuner) -> dict[str, float]:
-        """Return the metric of each class for loggers, or an empty dict if more than `LARGEST_CHART` classes exist."""
+        """Return the metric of each class for loggers, or an empty dict for more than `LARGEST_CHART` classes."""
         named = len(self.class_names) <= LARGEST_CHART
         return {
             f"{self.split}_{module.task.class_metric}/{self.class_names[number]}": value
@@ -246,7 +246,7 @@ class Recorder(L.Callback):
 
 @contextmanager
 def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
-    """Inside a ``with`` block, handle signals that request the end of the run.
+    """Return a context manager that handles signals that request the end of the run.
 
     After the first Ctrl-C, the run finishes the current step, writes a checkpoint and stops. A second Ctrl-C stops the
     run immediately. Other signals that request an end (`core.stopping`) have the same effect as the first Ctrl-C. In a
@@ -258,7 +258,7 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
     process, asked_before = os.getpid(), len(stopping.asked)
 
     def request(number: int, frame: Any) -> None:
-        if os.getpid() != process:  # data-loading workers ignore signals; their parent ends them
+        if os.getpid() != process:  # workers that load data ignore signals, because their parent process ends them
             return
         stopping.asked.append(number)
         if recorder.stop_requested is not None:
@@ -266,9 +266,9 @@ def stop_on_interrupt(recorder: Recorder) -> Iterator[None]:
                 raise KeyboardInterrupt
             return
         recorder.stop_requested = number
-        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        again = " (press Ctrl-C again to stop immediately)" if number == signal.SIGINT else ""
         with suppress(OSError):  # the terminal may be closed
-            say(f"\nStopping after this step, with a checkpoint{again} …")
+            say(f"\nStopping after this step and writing a checkpoint{again} …")
 
     recorder.handler = request
     before = stopping.answer(request)

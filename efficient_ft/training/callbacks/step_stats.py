@@ -1,8 +1,8 @@
 """Record step statistics: budgets, trained blocks, and the tokens and relative magnitudes of each block.
 
-In a recorded step, two norms and a difference are computed from the output of each block. The results are read once, at
-the end of the batch. This takes less than 1 % of a step of BSR or ALaST (DeiT-S, 224 px, batch 16, on a CPU). The
-training does not depend on the statistics, and steps that are not recorded have no overhead.
+In a recorded step, two norms and one difference are computed for each block. The results are read once, at the end of
+the batch. Recording takes less than 1 % of the time of a BSR or ALaST step (DeiT-S, 224 px, batch size 16, on a CPU).
+The training does not depend on the statistics, and steps that are not recorded have no overhead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 
 class StepStats(L.Callback):
-    """Append a `StepStatsRow` to step_stats.jsonl in the first optimizer step and in every `interval`-th step after it.
+    """A callback that appends a `StepStatsRow` to step_stats.jsonl every `interval` optimizer steps, from the first on.
 
     Loggers receive ``budgets/BLOCK``, ``tokens/BLOCK`` and ``magnitudes/BLOCK``. If the model has no recognized blocks,
     a warning is logged and nothing is recorded. Place this callback after `MethodCallback`, which prepares each step.
@@ -41,7 +41,7 @@ class StepStats(L.Callback):
         self._prefix = 0
         self._step: int | None = None
         self._row: dict[str, Any] | None = None  # the row of the step that is being recorded
-        #: For each block index, the number of tokens, and (magnitude, number of compared tokens) or None.
+        #: Mapping from block indices to (number of tokens, (magnitude, number of compared tokens) or None).
         self._observed: dict[int, tuple[int, tuple[Tensor, Tensor] | None]] = {}
         self._observing = ExitStack()
 
@@ -50,7 +50,7 @@ class StepStats(L.Callback):
         self._blocks, self._prefix = model_view.blocks, model_view.prefix_tokens
         if not self._blocks and trainer.is_global_zero:
             log.warning(
-                "step_stats.interval=%d: %s has no recognized blocks; nothing is recorded.",
+                "step_stats.interval=%d: the model %s has no recognized blocks, so nothing is recorded.",
                 self.interval,
                 model_view.name,
             )
@@ -129,5 +129,5 @@ def _network(module: L.LightningModule) -> nn.Module:
 
 
 def _rounded(value: float) -> float | None:
-    """Round to six significant digits. Return None for NaN and infinity, which JSON does not support."""
+    """Round a value to six significant digits. Return None for NaN and infinity, which JSON does not support."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

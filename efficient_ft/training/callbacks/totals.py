@@ -1,4 +1,4 @@
-"""Sum the steps, images, FLOPs, seconds and energy of the training."""
+"""Count the steps, images and FLOPs of the training, and measure its time and energy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from efficient_ft.record.energy import EnergyMeter
 from efficient_ft.record.results import RunTotals
 from efficient_ft.task import tensors_of
 
-#: The reported step time is the median over the last optimizer steps. This is the maximum number of these steps.
+#: Maximum number of recent optimizer steps whose median time is reported as the step time.
 LAST_STEPS = 1000
 
 
@@ -34,11 +34,11 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """Sum the cost of the training.
+    """A callback that sums the cost of the training.
 
-    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). Evaluation is included in the
-    seconds and the energy, but not in the FLOPs. With several processes, the FLOPs of the first process are multiplied
-    by the number of processes. Place this callback after `MethodCallback` and before callbacks that read `values`.
+    FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). The time and the energy
+    include evaluation, but the FLOPs do not. With several processes, the FLOPs of the first process are multiplied by
+    the number of processes. Place this callback after `MethodCallback` and before callbacks that read `values`.
 
     Args:
         methods: the methods of the run.
@@ -49,20 +49,20 @@ class Totals(L.Callback):
         self._flops = RunFlops(batches, same_each_step(methods))
         self._energy = EnergyMeter()
         self._images = self._batches = self._steps = 0
-        #: Number of images of this process since the last `gather`.
+        #: Number of images of this process since the last call of `gather`.
         self._own_images = 0
         self._world = 1
         self._started: float | None = None
-        #: Time in seconds and energy in joules before the run was resumed.
+        #: Time in seconds and energy in joules that were spent before the run was resumed.
         self._seconds_before = 0.0
         self._joules_before: float | None = 0.0
         self._step_seconds: deque[float] = deque(maxlen=LAST_STEPS)
-        #: Time of the micro-batches of the current step in seconds, and start time of the current micro-batch.
+        #: Time in seconds spent on micro-batches of the current step, and start time of the current micro-batch.
         self._step, self._batch_started = 0.0, 0.0
         self._waits = True
 
     def values(self) -> RunTotals:
-        """Return the totals so far."""
+        """Return the totals since the start of the run."""
         elapsed = 0.0 if self._started is None else time.monotonic() - self._started
         joules = self._energy.joules
         if joules is not None and self._joules_before is not None:
@@ -80,9 +80,9 @@ class Totals(L.Callback):
         }
 
     def gather(self) -> None:
-        """Add the numbers of images of the other processes. Before this call, `values` contains only an estimate.
+        """Add the numbers of images of the other processes.
 
-        All processes must call this function.
+        Before this call, `values` only estimates these numbers. All processes must call this function.
         """
         self._images += int(all_reduce_sum(torch.tensor(self._own_images)))
         self._own_images = 0
@@ -111,7 +111,7 @@ class Totals(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._step += time.perf_counter() - self._batch_started
-        if trainer.global_step > self._steps:  # after the last micro-batch
+        if trainer.global_step > self._steps:  # this micro-batch was the last one of the step
             if self._waits:
                 self._step_seconds.append(self._step)
             self._steps, self._step = trainer.global_step, 0.0

@@ -31,14 +31,14 @@ def fill_features(config: Config) -> RunFeatures:
         UserError: If weights or images are missing, or if no features can be stored for this run.
     """
     if config.tasks:
-        raise UserError("Features cannot be stored for a run on several tasks. Leave out tasks=.")
+        raise UserError("Features cannot be stored for a run on several tasks. Remove tasks from the configuration.")
     kind = kind_of(config)
     if not kind.supports("cache_features"):
         raise UserError(f"Features cannot be stored for task={config.task}. Train without stored features.")
     missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
-    L.seed_everything(config.seed, verbose=False)  # the same random weights as in the run
+    L.seed_everything(config.seed, verbose=False)  # use the same random weights as the run
     images: Any = kind_of(config).open(config, factory.input_of(config.model))
     network = kind.network(config.model, images.num_classes)
     device = on_device(config)
@@ -53,7 +53,7 @@ def fill_features(config: Config) -> RunFeatures:
     with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
         for loader in _loaders(images, features):
             for pixels, _, rows in loader:
-                if pixels.dtype != torch.uint8:  # uint8 means that the batch contains stored rows
+                if pixels.dtype != torch.uint8:  # uint8 means that the batch contains stored features
                     autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
                     with autocast, features.input(pixels.to(device), rows):
                         pass

@@ -1,8 +1,8 @@
 """Features of a run: the outputs of its frozen prefix, stored for each image and augmented view.
 
-The prefix is computed in its fastest form. With ``trainer.cache_features``, epoch e trains on view e mod V of each
-image, where V is ``trainer.views``. From epoch V on, every batch is read from the store, and only the rest of the
-network runs. Newly computed features are also rounded to the storage form, so that all epochs train on the same values.
+``trainer.prefix`` determines the form of the prefix. With ``trainer.cache_features``, epoch e trains on view e mod V of
+each image, where V is ``trainer.views``. From epoch V on, batches are read from the store, and only the layers after
+the prefix run. New features are also rounded to the storage format, so that all epochs train on the same values.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
 from efficient_ft.training.trainer import bf16_is_emulated
 
-#: Format number of stores. Increase this number when the content of stores changes.
+#: Format version of stored features. Increase this number when the format changes.
 _FORMAT = 1
 #: With ``auto``, features are stored if computing them takes at least this fraction of the FLOPs of a training step.
 _WORTH = 0.1
 #: Batch size of the forward passes that find the prefix.
 _IMAGES = 2
-#: Maximum batch size when the forms of the prefix are timed.
+#: Maximum batch size for timing the forms of the prefix.
 _TIMED = 16
 #: Name of the file in the run folder that contains the chosen form of the prefix.
 PREFIX = "prefix.json"
@@ -57,8 +57,8 @@ PREFIX = "prefix.json"
 class FeatureDataset(Dataset[Any]):
     """A data set whose samples are stored features, or images if the features are not stored yet.
 
-    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. In the store, `first` is the row of the first image
-    in the first view.
+    Keys are pairs (epoch, index). Epoch e uses view e mod `views`. The first image in the first view is stored in row
+    `first` of the store.
     """
 
     def __init__(self, images: SplitDataset, store: RowStore, first: int, views: int) -> None:
@@ -70,8 +70,8 @@ class FeatureDataset(Dataset[Any]):
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor] | LoadFailure:
         """Load a batch (inputs, labels, rows). If a file cannot be read, return the failure instead.
 
-        The inputs are the stored rows, uint8 (B, bytes), if all of them are stored. Otherwise, they are images, float32
-        (B, C, H, W). Labels and row numbers are int64 (B,).
+        If all features of the batch are stored, the inputs are stored features, uint8 (B, bytes). Otherwise, the
+        inputs are images, float32 (B, C, H, W). Labels and row numbers are int64 (B,).
         """
         keys = [(epoch % self._views, index) for epoch, index in keys]
         rows = [self._first + view * len(self) + index for view, index in keys]
@@ -83,9 +83,9 @@ class FeatureDataset(Dataset[Any]):
 
 
 class RunFeatures:
-    """The features of one run. They are read from a store, or computed and then stored.
+    """The features of one run, which are read from a store, or computed and then stored.
 
-    There are `views` views of `train` training images, and one view of the images in the evaluation split.
+    The store has rows for `views` views of `train` training images, and for one view of the evaluation images.
     """
 
     def __init__(self, prefix: FrozenPrefix, form: RowForm, store: RowStore, views: int, train: int) -> None:
@@ -98,7 +98,7 @@ class RunFeatures:
         self._computed = self._read = 0
 
     def training(self, images: SplitDataset) -> FeatureDataset:
-        """Return the data set of the training images. It uses `images` to load images whose features are not stored."""
+        """Return the data set of the training images. Images whose features are not stored are loaded from `images`."""
         return FeatureDataset(images, self.store, 0, self.views)
 
     def evaluation(self, images: SplitDataset) -> FeatureDataset:
@@ -107,10 +107,10 @@ class RunFeatures:
 
     @contextmanager
     def input(self, images: Tensor, rows: Tensor) -> Iterator[Tensor]:
-        """Inside a ``with`` block, the network computes its output from the features of a batch.
+        """Return a context manager in which the network computes its output from the features of a batch.
 
-        The context manager yields a placeholder to pass to the network. `images` contains images or stored rows with
-        the row numbers `rows`, as loaded by `FeatureDataset`. If it contains images, their features are computed and
+        The context manager yields a placeholder to pass to the network. `images` contains images or stored features,
+        and `rows` contains the row numbers, as loaded by `FeatureDataset`. The features of images are computed and
         stored.
         """
         if images.dtype == torch.uint8:
@@ -126,7 +126,7 @@ class RunFeatures:
     def _write(self, rows: Tensor, stored: Tensor) -> None:
         if self._known[rows.numpy()].all() and not self._warned:
             self._warned = True
-            say(f"Stored features in {shown_path(self.store.folder)} are damaged and are computed again.")
+            say(f"Some features in {shown_path(self.store.folder)} are damaged. These features are computed again.")
         if self.full:
             return
         try:
@@ -134,8 +134,8 @@ class RunFeatures:
         except StoreFullError:
             self.full = True
             say(
-                f"The disk of {shown_path(self.store.folder)} is full. Features that are not stored are computed in"
-                " every epoch, and the run continues."
+                f"The disk of the folder {shown_path(self.store.folder)} is full. The run continues, and features that"
+                " are not stored are computed in every epoch."
             )
 
     def report(self) -> FeaturesReport:
@@ -153,7 +153,7 @@ class RunFeatures:
 
 
 def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> AbstractContextManager[Tensor]:
-    """Inside a ``with`` block, the network computes its output from stored rows, uint8 (B, bytes).
+    """Return a context manager in which the network computes its output from stored features, uint8 (B, bytes).
 
     The context manager yields a placeholder to pass to the network.
     """
@@ -161,13 +161,13 @@ def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> Abstract
 
 
 class PrefixInput:
-    """Compute the features of a run in each step with the frozen prefix, without storing them."""
+    """The features of a run that are computed in each step and are not stored."""
 
     def __init__(self, prefix: FrozenPrefix) -> None:
         self.prefix = prefix
 
     def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Inside a ``with`` block, the network computes its output from the features of `images`.
+        """Return a context manager in which the network computes its output from the features of `images`.
 
         The context manager yields a placeholder to pass to the network.
         """
@@ -177,8 +177,8 @@ class PrefixInput:
 class FeatureCallback(L.Callback):
     """A callback that passes the features to the module and the data module of a run.
 
-    Use it for a run that stores features, or that uses a form of the prefix other than ``fp32``. Place it after
-    `MethodCallback`. The chosen form of the prefix is written into `folder`, so that a resumed run uses the same form.
+    Use this callback for a run that stores features or uses a form of the prefix other than ``fp32``. Place the
+    callback after `MethodCallback`. The chosen form is written into `folder`, so that a resumed run uses this form.
     """
 
     def __init__(self, config: Config, images: ImageData, methods: Sequence[Method], epochs: int, folder: Path) -> None:
@@ -191,7 +191,7 @@ class FeatureCallback(L.Callback):
         self.prefix: PrefixReport | None = None
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Find the prefix, choose its form and open the store. If this is not possible, print the reason.
+        """Find the prefix, choose its form and open the store. If the prefix cannot be used, print the reason.
 
         Raises:
             UserError: If a setting requires stored features or a form of the prefix that the run does not support.
@@ -231,8 +231,8 @@ class FeatureCallback(L.Callback):
             asked = ", ".join(f"{name}={value}" for name, value, _ in without)
             instead = " and ".join(f"{name}={value}" for name, _, value in without)
             raise UserError(
-                f"{asked}: {error} Use {instead}, or a method that trains the last part of the network only, e.g."
-                " method=last_stage."
+                f"{asked}: {error} Use {instead}, or a method that trains only the last part of the network, for"
+                " example method=last_stage."
             ) from None
         if options.cache_features == "auto":
             say(f"Features are not stored (trainer.cache_features=auto): {error}")
@@ -242,7 +242,7 @@ class FeatureCallback(L.Callback):
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
         """Set the form of the prefix.
 
-        The form stored in the run folder is used. If there is none, the first process chooses a form.
+        If the run folder contains a form, this form is used. Otherwise, the first process chooses a form.
         """
         if self._file.is_file():
             report = _read_choice(self._file)
@@ -259,7 +259,7 @@ class FeatureCallback(L.Callback):
 
 
 def _read_choice(file: Path) -> PrefixReport:
-    """Read the form of the prefix that the run has chosen. Raise UserError if the file is damaged."""
+    """Read the form of the prefix from a file in the run folder. Raise UserError if the file is damaged."""
     try:
         report: PrefixReport = parse_json(file.read_text(encoding="utf-8"))
         Form(report["form"])
@@ -269,11 +269,11 @@ def _read_choice(file: Path) -> PrefixReport:
             return report
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         pass
-    raise UserError(f"{file} is damaged. Remove it to choose the form of the prefix again. Or: {START_AGAIN}")
+    raise UserError(f"{file} is damaged. Remove this file to choose the form again, or start a new run. {START_AGAIN}")
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
-    """Find the frozen prefix of a run's network. The network is on the CPU, and the methods are applied.
+    """Find the frozen prefix of a run's network. The network must be on the CPU, and the methods must be applied.
 
     Raises:
         UserError: If the network has no frozen prefix.
@@ -281,15 +281,15 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
     for method in methods:
         if type(method).step_begin is not Method.step_begin and Axis.SELECTION in (method.axis, *method.other_axes):
             raise UserError(
-                f"Method {method.name} selects the trained parameters in each step, so no part of the network stays"
-                " frozen."
+                f"The method {method.name} selects the trained parameters in each step, so no part of the network"
+                " remains frozen."
             )
     with _in_training_mode(network):
         return find_prefix(network, _noise(config, _IMAGES))
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix like `measure_form`. With ``auto``, however, prefer a form with stored features."""
+    """Set the form of the prefix as in `measure_form`, but with ``auto``, prefer a form whose features are stored."""
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -301,14 +301,14 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 
 
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix to `trainer.prefix`. With ``auto``, select the fastest form measured on `device`."""
+    """Set the form of the prefix to `trainer.prefix`. With ``auto``, select the form that is fastest on `device`."""
     options = config.trainer
     if options.prefix != "auto":
         prefix.form = Form(options.prefix)
         if prefix.form is Form.BF16 and bf16_is_emulated(device):
             say(
-                f"warning: trainer.prefix=bf16: {device_name(device)} has no instructions for bfloat16, and PyTorch"
-                " emulates them. trainer.prefix=folded is likely faster."
+                f"warning: trainer.prefix=bf16: {device_name(device)} has no bfloat16 instructions, so PyTorch emulates"
+                " them. The form trainer.prefix=folded is probably faster."
             )
         return _form_report(prefix)
     batch = _noise(config, min(config.data.batch_size, _TIMED)).to(device)
@@ -327,8 +327,8 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
     times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
     say(
-        f"The frozen prefix, up to {prefix.end}, uses the form {prefix.form} (trainer.prefix=auto): {len(batch)}"
-        f" images take {times}; its output deviates by {format_percent(deviation[prefix.form])}."
+        f"The frozen prefix (up to {prefix.end}) uses the form {prefix.form} (trainer.prefix=auto). {len(batch)} images"
+        f" take {times}. The output deviates from the fp32 output by {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
@@ -375,32 +375,34 @@ def run_features(
     options, views = config.trainer, config.trainer.views
     if must_gain:
         if epochs <= views:
-            raise UserError(f"no features would be used twice: trainer.epochs={epochs}, trainer.views={views}.")
+            raise UserError(f"with trainer.epochs={epochs} and trainer.views={views}, no features would be used twice.")
         with _in_training_mode(prefix.model):
             share = _share_of_step(prefix, _noise(config, _IMAGES).to(prefix.device))
         if share < _WORTH:
             raise UserError(
-                f"computing them takes {format_percent(share)} of the FLOPs of a training step ({prefix.reason})."
+                f"computing the features takes only {format_percent(share)} of the FLOPs of a training step"
+                f" ({prefix.reason})."
             )
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     form = RowForm(options.cache_dtype, prefix.values)
     about = {**_about(config, images, prefix, device), "form": str(prefix.form)}
     folder, rows = Path(options.cache_folder) / _key(about, prefix.form), views * train + evaluated
-    how = "Or use fewer trainer.views, trainer.cache_dtype=int8, or trainer.cache_features=off."
+    how = "You can also reduce trainer.views, or set trainer.cache_dtype=int8 or trainer.cache_features=off."
     require_room("trainer.cache", options.cache_limit, {folder: rows * form.bytes}, "features", how)
     store = RowStore(folder, about, rows, form.bytes)
     missing = store.missing()
     say(
         f"Features of {prefix.end} ({' × '.join(map(str, prefix.shape))}, {form.name}):"
-        f" {views} view{'s' if views > 1 else ''} of {train} training images, and {evaluated} {images.best_split}"
-        f" images, {format_bytes(rows * form.bytes)} in {shown_path(folder)};"
-        f" {'all are stored' if not missing else f'{missing} of {rows} must be computed'}. {prefix.reason}."
+        f" {views} view{'s' if views > 1 else ''} of {train} training images and {evaluated} {images.best_split}"
+        f" images require {format_bytes(rows * form.bytes)} in {shown_path(folder)}."
+        f" {'All features are stored' if not missing else f'{missing} of {rows} features must be computed'}."
+        f" {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:
-    """Return all properties that stored features depend on, except for the form of the prefix."""
+    """Return all properties on which stored features depend, except for the form of the prefix."""
     options = config.trainer
     return {
         "format": _FORMAT,
@@ -425,10 +427,10 @@ def _key(about: dict[str, Any], form: Form) -> str:
 
 @torch.no_grad()
 def _share_of_step(prefix: FrozenPrefix, images: Tensor) -> float:
-    """Return the fraction of the FLOPs of a training step that computing the prefix takes.
+    """Return the FLOPs of the prefix as a fraction of the FLOPs of a training step.
 
-    A backward pass counts as two forward passes. FLOPs are compared instead of times, so that the decision to store
-    features does not depend on the machine: stored features change the results slightly.
+    A backward pass counts as two forward passes. Stored features slightly change the results. FLOPs are therefore
+    compared instead of times, so that the decision does not depend on the machine.
     """
     with torch.random.fork_rng(devices=[]):
         with FlopsCounter() as below:

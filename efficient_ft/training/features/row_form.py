@@ -1,4 +1,4 @@
-"""Storage forms of features: rows of values with 32, 16 or 8 bits."""
+"""Storage formats of features, with 32, 16 or 8 bits for each value."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from efficient_ft.core.errors import UserError
 from efficient_ft.ops.storage.groups import group_pack, group_unpack
 
-#: Names of the storage forms.
+#: Names of the storage formats.
 FORMS = ("fp32", "fp16", "int8")
 
 #: Number of 8-bit values in a group. Each group has a minimum and a step size.
@@ -16,9 +16,9 @@ _GROUP = 64
 
 
 class RowForm:
-    """Convert rows of `values` floating-point numbers to bytes and back.
+    """A storage format that converts rows of `values` floating-point numbers to bytes and back.
 
-    ``int8`` stores the numbers in groups of 64. Each number has 8 bits, and each group has a minimum and a step size in
+    ``int8`` stores the numbers in groups of 64. A group stores 8 bits for each number, and a minimum and a step size in
     fp16.
     """
 
@@ -33,7 +33,7 @@ class RowForm:
         """Convert values (B, n) of any floating-point type to bytes (B, `bytes`).
 
         Raises:
-            UserError: If a value is too large for the storage form.
+            UserError: If a value is too large for the storage format.
         """
         values = values.float()
         if self.name == "fp32":
@@ -64,5 +64,5 @@ class RowForm:
     def _require(self, fits: Tensor) -> None:
         if not fits.all():
             raise UserError(
-                f"The features have values that are too large to be stored as {self.name}. Store them as fp32."
+                f"Some values of the features are too large to be stored as {self.name}. Store the features as fp32."
             )

@@ -1,1 +1,1 @@
-"""Kinds of task: classification, segmentation, text classification, and several data sets in turn."""
+"""Kinds of task: image classification, segmentation, text classification, and training on several data sets in turn."""

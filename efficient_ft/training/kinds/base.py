@@ -1,4 +1,4 @@
-"""The interface of a kind of task."""
+"""The interface that every kind of task implements."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from efficient_ft.training.trainer import use_channels_last
 #: The data of a run: one data set, or several data sets that are used in turn.
 RunData = OpenedData[Any, Any] | RoundRobinData
 
-#: Number of classes that is assumed if the data are missing. It is the number of classes of ImageNet.
+#: Number of classes that is assumed if the data are missing. ImageNet has this number of classes.
 UNKNOWN_CLASSES = 1000
-#: Factors for smaller image sizes. They are tried in this order if no batch size fits into memory.
+#: Factors for smaller image sizes, in the order in which they are tried if no batch size fits into memory.
 _SMALLER_IMAGES = (0.75, 0.5)
 
 
@@ -42,9 +42,9 @@ class Evaluated(TypedDict):
     """Result of an evaluation.
 
     Attributes:
-        accuracy: the task's metric for each split.
+        accuracy: the metric of the task for each split.
         scores: all metrics for each split, if the task has several metrics.
-        tasks: the metric of each data set for each split, if there are several data sets.
+        tasks: mapping from data sets to the metric of each split, if there are several data sets.
     """
 
     accuracy: dict[str, float]
@@ -53,7 +53,7 @@ class Evaluated(TypedDict):
 
 
 class Sample(NamedTuple):
-    """A sample and its prediction, as shown by loggers.
+    """A sample and its prediction, which loggers can display.
 
     Attributes:
         image: the image to show, or None for a text.
@@ -71,13 +71,13 @@ class Trained:
     """A trained network that is ready to use.
 
     Attributes:
-        model: the network in evaluation mode, on the CPU. Its parameters do not require gradients.
-        class_names: names of the classes in the order of the outputs. With several tasks, these are the classes of the
-            active task.
-        input: size and normalization of the images, or length and tokenizer of the texts.
+        model: the network in evaluation mode, on the CPU. The parameters do not require gradients.
+        class_names: names of the classes in the order of the outputs. With several tasks, only the classes of the
+            active task are listed.
+        input: the size and normalization of images, or the length and tokenizer of texts.
         notes: further metadata of model.safetensors, e.g. the epoch, the accuracy and the split.
-        tasks: mapping from tasks to their class names, empty for a single data set.
-            `models.tasks.tasks_of(model).active` is the active task.
+        tasks: mapping from tasks to their class names, or an empty mapping for a single data set. The active task is
+            `models.tasks.tasks_of(model).active`.
         decoding: options for decoding image files.
         task: name of the kind of task.
     """
@@ -96,12 +96,12 @@ class PredictOptions:
     """Options of ``efficient-ft predict``.
 
     Attributes:
-        run: the run folder, or its model.safetensors.
+        run: the run folder, or the file model.safetensors of a run.
         files: files and folders that contain the samples.
         top: number of classes that are reported for each sample.
         batch_size: number of samples per batch.
-        form: output format: ``csv``, ``json``, or None for text in the terminal.
-        out: folder for output files, e.g. masks, or None for the default folder.
+        form: the output format ``csv`` or ``json``, or None for text in the terminal.
+        out: folder for output files such as masks, or None for the default folder.
         overlay: if True, also write the images blended with the predicted masks.
     """
 
@@ -119,8 +119,8 @@ class Prediction:
     """Prediction for one sample.
 
     Attributes:
-        heading: file name or text, shown as the heading in the terminal.
-        values: pairs of a name and a formatted value, shown below the heading.
+        heading: the file name or the text of the sample, which is shown as a heading in the terminal.
+        values: pairs (name, formatted value) that are shown below the heading.
         record: the JSON object of this sample.
         row: the cells of the CSV row of this sample.
     """
@@ -147,25 +147,24 @@ class Predictions(ABC):
         """Yield the prediction of each sample."""
 
     def summary(self) -> list[str]:
-        """Return lines to print after the last prediction."""
+        """Return the lines that are printed after the last prediction."""
         return []
 
 
 class Kind(ABC):
     """The base class of all kinds of task. A kind provides data, a network, a loss, a metric, predictions and figures.
 
-    A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other functions have defaults for
-    image networks with one output per class.
+    A subclass sets `rules` and `task`, and implements `open` and `predictions`. All other methods have default
+    implementations for image networks with one output per class.
 
     Attributes:
-        rules: the allowed data sets and networks, and the unsupported settings.
+        rules: the data sets and networks that are allowed, and the settings that are not supported.
         task: the loss and the metric, with default settings.
-        sources: mapping from names to the data sets that this kind adds to the package.
+        sources: mapping from names to data sets that this kind adds to the package.
         family: functions that build the networks in `rules.networks`, or None to use a family of this package.
-        decodes_files: True if samples are decoded when a batch is loaded. Worker processes can then do this work.
-        table_classes: number of classes for counting the costs in cost tables, or None to use the number of classes of
-            the data.
-        fixed_batches: True if all training batches have the same shape, so that a loop over them can be timed.
+        decodes_files: True if samples are decoded when a batch is loaded. Worker processes can then decode the samples.
+        table_classes: number of classes in cost tables, or None to use the number of classes of the data.
+        fixed_batches: True if all training batches have the same shape, so that the training loop can be timed.
     """
 
     rules: KindRules
@@ -177,7 +176,7 @@ class Kind(ABC):
     fixed_batches: bool = False
 
     def task_of(self, config: Config) -> Task:
-        """Return the task with the configured settings."""
+        """Return the task with the settings of the configuration."""
         return self.task
 
     def supports(self, what: str) -> bool:
@@ -190,7 +189,7 @@ class Kind(ABC):
             if not self.supports("tokens") and Axis.TOKENS in (method.axis, *method.other_axes):
                 hint = self.rules.unsupported["tokens"] or ""
                 raise UserError(
-                    f"method {method.name} drops or merges tokens, which task={self.rules.name} does not support."
+                    f"The method {method.name} drops or merges tokens, which task={self.rules.name} does not support."
                     f" {hint}".rstrip()
                 )
 
@@ -204,7 +203,7 @@ class Kind(ABC):
 
         Raises:
             SettingError: If a setting of the data set cannot be used.
-            UserError: If the data are missing or damaged, or cannot be split as configured.
+            UserError: If the data are missing or damaged, or if they cannot be split as configured.
         """
 
     def check_settings(self, config: Config) -> Config:
@@ -229,7 +228,7 @@ class Kind(ABC):
         return factory.create_model(model, classes, report=report)
 
     def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
-        """Build the network with random weights. It is used to count costs, or to load the weights of a run."""
+        """Build the network with random weights, for example to count costs or to load the weights of a run."""
         return factory.random_model(model, classes)
 
     def check_network(self, network: nn.Module, data: RunData) -> None:  # noqa: B027 (optional)
@@ -246,7 +245,7 @@ class Kind(ABC):
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
         """Return metadata about the data for model.safetensors.
 
-        By default, these are the decoding options of each data set that does not use the default options.
+        By default, the metadata contain the decoding options of the data sets that do not use the default options.
         """
         changed = {
             task: asdict(part.decoding)
@@ -256,7 +255,7 @@ class Kind(ABC):
         return {"decoding": changed} if changed else {}
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
-        """Raise ValueError if the validated metadata of a model.safetensors do not fit this kind of task."""
+        """Raise ValueError if the validated metadata of model.safetensors do not match this kind of task."""
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
         """Evaluate a network on every split except the training split. The network is moved to `device`.
@@ -267,7 +266,7 @@ class Kind(ABC):
             UserError: If an output is not finite.
         """
         task, part, options = self.task_of(config), only(data), config.trainer
-        if use_channels_last(config, device):  # same memory format as in training
+        if use_channels_last(config, device):  # the same memory format as in training
             model.to(memory_format=torch.channels_last)
         classes, limit = part.num_classes, options.limit_eval_batches
         each = {
@@ -282,42 +281,42 @@ class Kind(ABC):
         return found
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return all metrics for results.json, or an empty dict if the task's metric is the only one."""
+        """Return all metrics for results.json, or an empty dict if the task has only one metric."""
         return dict(scores) if len(scores) > 1 else {}
 
     def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:  # noqa: B027 (optional)
         """Write figures of the finished run into its folder. By default, no figures are written."""
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
-        """Return some samples of a data set with their predictions, for loggers. By default, the list is empty.
+        """Return samples of a data set with their predictions for loggers. By default, the list is empty.
 
-        The samples belong to the split that selects the best epoch.
+        The samples are taken from the split that selects the best epoch.
         """
         return []
 
     @abstractmethod
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
-        """Return the predictions for the files in `options`. They are computed on the device of the network.
+        """Return the predictions for the files in `options`, which are computed on the device of the network.
 
         Raises:
             UserError: If a file does not exist, cannot be read, or has the wrong format.
         """
 
     def largest_batch(self, data: RunData) -> int | None:
-        """Return the maximum number of samples in a training batch, or None if it is not limited."""
+        """Return the maximum number of samples in a training batch, or None if the number is not limited."""
         return int(only(data).splits["train"])
 
     def size_setting(self, config: Config) -> str:
-        """Return the setting of the input size with its value, e.g. ``model.image_size=224``."""
+        """Return the setting of the input size and its value, e.g. ``model.image_size=224``."""
         size = factory.input_of(config.model).size
         return f"model.image_size={size[0] if size[0] == size[-1] else list(size)}"
 
     def evaluation_size(self, config: Config) -> str:
-        """Return a text that names the setting or property that determines the size of the evaluated samples."""
+        """Return a description of the setting or property that determines the size of evaluated samples."""
         return self.size_setting(config)
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        """Return configurations with smaller square images. They are suggested if a run exceeds its memory budget."""
+        """Return configurations with smaller square images, which are suggested if a run exceeds its memory budget."""
         size, found = factory.input_of(config.model).size, []
         for factor in _SMALLER_IMAGES if size[0] == size[-1] else ():
             side = max(32, int(size[0] * factor) // 32 * 32)
@@ -327,10 +326,10 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size (H, W) of the largest input of `write_figures`, and the memory in bytes for reading its
+        """Return the size (H, W) of the largest input of `write_figures`, and the number of bytes needed to read its
         inputs.
 
-        `evaluation` is the memory for reading evaluation batches. The result is None if the kind writes no figures.
+        `evaluation` describes the memory for reading evaluation batches. The result is None if no figures are written.
         """
         return None
 
@@ -347,7 +346,7 @@ def scores(
 ) -> dict[str, float]:
     """Evaluate a network on at most `limit` batches (inputs, targets), and return the metrics of the task.
 
-    The network is moved to `device`. `precision` is ``fp32``, or the autocast type ``bf16`` or ``fp16``.
+    The network is moved to `device`. `precision` is ``fp32``, ``bf16`` or ``fp16``. ``bf16`` and ``fp16`` use autocast.
 
     Raises:
         UserError: If an output is not finite.
@@ -364,14 +363,14 @@ def scores(
         finite &= logits.isfinite().all()
         found.update(logits.float(), targets.to(device, non_blocking=True))
     if not finite:
-        half = f" Try fp32 instead of trainer.precision={precision}." if dtype is not None else ""
+        half = f" Use trainer.precision=fp32 instead of trainer.precision={precision}." if dtype is not None else ""
         raise UserError(f"The network's outputs are not finite, so its weights cannot be used.{half}")
     return found.compute()
 
 
 @contextmanager
 def settings_of_task(task: str) -> Iterator[None]:
-    """Inside a ``with`` block, replace ``data.`` with ``tasks.TASK.`` in errors about settings.
+    """Return a context manager that replaces ``data.`` with ``tasks.TASK.`` in errors about settings.
 
     If `task` is empty, errors are not changed.
     """

@@ -1,4 +1,4 @@
-"""Prediction of one class for each image or text: probabilities, predictions for files, and samples for loggers."""
+"""Kinds of task that predict one class for each image or text, and the predictions of these kinds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, Pred
 from efficient_ft.training.kinds.files import Item
 from efficient_ft.training.output import export
 
-#: Maximum number of confused pairs of classes that are printed.
+#: Maximum number of printed pairs of classes that the network confuses.
 _CONFUSIONS = 5
 #: Maximum number of samples of each data set that are logged.
 SAMPLES = 8
@@ -43,7 +43,7 @@ def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
 class ClassKind(Kind):
     """A kind of task that predicts one class for each sample."""
 
-    #: Key of the path or text of a sample in CSV and JSON output.
+    #: Name of the CSV column and of the JSON key that contain the path or the text of a sample.
     item_key: str
 
     @abstractmethod
@@ -52,12 +52,12 @@ class ClassKind(Kind):
 
     @abstractmethod
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
-        """Return a batch of network inputs, given the paths or texts of the samples (`Item.value`)."""
+        """Return a batch of network inputs for the given paths or texts of samples (`Item.value`)."""
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
             raise UserError(
-                f"--out and --overlay need a run with task=segmentation, but {options.run} predicts classes."
+                f"--out and --overlay require a run with task=segmentation, but the run {options.run} predicts classes."
             )
         return ClassPredictions(self, trained, self.items(trained, options), options)
 
@@ -122,9 +122,9 @@ class ClassPredictions(Predictions):
 
 
 class Confusions:
-    """Count the predictions of the labeled items, to compute the accuracy and the most frequently confused classes.
+    """Counter of the predictions for labeled items, which computes the accuracy and the most frequent confusions.
 
-    `total` is the number of all items, including items without a label.
+    `total` is the number of all items, including unlabeled ones.
     """
 
     def __init__(self, total: int) -> None:

@@ -21,7 +21,7 @@ class Item:
     Attributes:
         value: the path, or the text.
         shown: the text that is shown in the terminal.
-        label: the class with the same name as a parent folder of the image, or None if there is no such class.
+        label: the class that has the same name as a parent folder of the image, or None if there is no such class.
     """
 
     value: Path | str
@@ -41,7 +41,7 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
         if path.is_dir():
             found = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
             if not found:
-                raise UserError(f"{path}: no images in this folder.")
+                raise UserError(f"{path}: the folder contains no images.")
             for file in found:
                 below = file.relative_to(path)
                 shown = short_path(path) / below if not short_path(path).is_absolute() else Path(path.name) / below
@@ -49,15 +49,15 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
         elif path.is_file():
             yield Item(path, plain_line(str(short_path(path))), _label((path.parent.name,), tuple(names)))
         else:
-            raise UserError(f"{path}: {'neither a file nor a folder' if path.exists() else 'no such file'}.")
+            raise UserError(f"{path}: {'the path is not a file or folder' if path.exists() else 'no such file'}.")
 
 
 @cache
 def _label(folders: tuple[str, ...], names: tuple[str, ...]) -> str | None:
     """Return the class that has the same name as a folder, or None if no folder matches a class.
 
-    The first folder that matches is used. Case is ignored if no class has exactly the name of the folder, and only one
-    class has this name in another case.
+    The first matching folder is used. If no class has exactly the name of a folder, case is ignored, provided that only
+    one class then matches.
     """
     for folder in map(_key, folders):
         same = [name for name in names if _key(name) == folder]
@@ -74,6 +74,6 @@ def _key(name: str) -> str:
 
 
 def short_path(path: Path) -> Path:
-    """Return the path relative to the current folder if it is inside this folder. Otherwise, return it unchanged."""
+    """Return `path` relative to the current folder if it is inside this folder. Otherwise, return `path` unchanged."""
     here = Path(os.getcwd())
     return path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path

@@ -1,8 +1,8 @@
 """Registry of the kinds of task.
 
-The modules in this folder register the kinds of this package. Other packages call `register` with their own kind, and
-refer to the kind in an entry point (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind
-with `kind_of` and never depend on its name.
+The modules in this folder register the kinds of this package. Other packages call `register` with their own kinds, and
+refer to these kinds in entry points (see `config.kinds`). Training, evaluation, prediction and reports obtain the kind
+from `kind_of` and never depend on the name of the kind.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _registered: dict[str, Kind] = {}
 
 
 def register(kind: Kind) -> Kind:
-    """Register a kind of task under the name in its rules.
+    """Register a kind of task under the name in `kind.rules`, and return the kind.
 
-    The kind is returned, so that an entry point can refer to the result.
+    An entry point can refer to the returned kind.
 
     Raises:
         UserError: If the name of the kind, of its network family, or of one of its data sets or networks is already
@@ -41,7 +41,7 @@ def register(kind: Kind) -> Kind:
     taken = [one for one in kind.sources for rules in RULES.values() if one in rules.data and rules is not kind.rules]
     if name in _registered or RULES.get(name, kind.rules) is not kind.rules or taken:
         what = f"data set {taken[0]}" if taken else f"kind of task {name}"
-        raise UserError(f"The {what} of {type(kind).__module__} already exists. Rename it.")
+        raise UserError(f"The {what} of {type(kind).__module__} already exists. Choose a different name.")
     _check_family(kind)
     _registered[name] = kind
     RULES[name], TASKS[name] = kind.rules, kind.task
@@ -55,33 +55,33 @@ def register(kind: Kind) -> Kind:
 def _check_family(kind: Kind) -> None:
     rules, where = kind.rules, type(kind).__module__
     if kind.family is None and rules.networks:
-        raise UserError(f"{where} names networks without a family. Set Kind.family, or leave out KindRules.networks.")
+        raise UserError(f"{where} lists networks without a family. Set Kind.family, or remove KindRules.networks.")
     if kind.family is None:
         return
     if rules.family != rules.name or rules.family in FAMILIES:
         raise UserError(
-            f"KindRules.family of {where} must be the name of the kind and new, got {rules.family!r}. Set it to"
-            f" {rules.name!r}, or rename the kind."
+            f"KindRules.family of {where} must be the name of the kind, and must not exist yet, got"
+            f" {rules.family!r}. Set KindRules.family to {rules.name!r}, or rename the kind."
         )
     known = {*NETWORKS, *OWN_CLASSIFIERS, *TEXT_MODELS, *SEGFORMERS, *timm.list_models()}
     if taken := [network for network in rules.networks if network in known]:
-        raise UserError(f"The network {taken[0]} of {where} already exists. Rename it in KindRules.networks.")
+        raise UserError(f"The network {taken[0]} of {where} already exists. Change the name in KindRules.networks.")
 
 
 def kind_named(name: str) -> Kind:
-    """Return the kind of task that is registered under `name`, a value of the setting ``task``.
+    """Return the kind of task that is registered under `name`, which is a value of the setting ``task``.
 
     Raises:
-        SettingError: If there is no such kind.
+        SettingError: If no kind is registered under `name`.
     """
-    rules_of(name)  # loads the package that registers the kind
+    rules_of(name)  # this call loads the package that registers the kind
     if name in _OWN:
         importlib.import_module(f"{__package__}.{name}")
     return _registered[name]
 
 
 def kind_of(config: Config) -> Kind:
-    """Return the kind of task of a run. For several data sets, it is a `SeveralDataSets` that wraps their kind."""
+    """Return the kind of task of a run. For several data sets, return a `SeveralDataSets` that wraps the kind."""
     kind = kind_named(config.task)
     if not config.tasks:
         return kind

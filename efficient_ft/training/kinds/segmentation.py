@@ -39,7 +39,7 @@ from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
 from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
 
-#: Number of images in the figure of a run, and memory in bytes per pixel for reading an image and its mask.
+#: Number of images in the figure of a run, and number of bytes per pixel that are needed to read an image and its mask.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
@@ -65,10 +65,10 @@ class SegmentationKind(Kind):
 
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:
         if len(notes["class_ids"] or ()) != classes:
-            raise ValueError("class_ids must have one number per class")
+            raise ValueError("class_ids must contain one number for each class")
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
-        """Return all metrics. The entry ``iou`` maps class names to their IoU, or to None if a class is absent."""
+        """Return all metrics. The entry ``iou`` maps class names to IoU values, or to None for absent classes."""
         each = {name: scores.get(f"iou_{k}") for k, name in enumerate(class_names)}
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
@@ -95,9 +95,9 @@ class SegmentationKind(Kind):
 
 
 class MaskPredictions(Predictions):
-    """The predicted mask of each image, and the fraction of its pixels that each class covers.
+    """The predicted mask of each image, and the fraction of the image that each class covers.
 
-    The masks are saved with the pixel values of the training masks.
+    The saved masks use the same pixel values as the training masks.
     """
 
     def __init__(self, trained: Trained, options: PredictOptions) -> None:
@@ -139,15 +139,15 @@ def mask_files(paths: Sequence[Path], options: PredictOptions) -> dict[Path, Pat
     out = options.out
     if out is None:
         out = (options.run if options.run.is_dir() else options.run.parent) / "masks"
-        refuse_link(out)  # in a run folder from another user, this could be a link to any folder
+        refuse_link(out)  # in a run folder from another user, `out` could be a link to any folder
     stem, number = Counter(path.stem for path in paths).most_common(1)[0]
     if number > 1:
         raise UserError(
-            f"{number} images are named {stem}, so their masks would have the same name. Predict them separately."
+            f"{number} images are named {stem}, so their masks would have the same name. Predict the images separately."
         )
     inside = {path for path in paths if out.resolve() in path.resolve().parents}
     if inside:
-        raise UserError(f"--out {out} holds the image {min(inside)}. Choose another folder.")
+        raise UserError(f"--out {out} contains the image {min(inside)}. Choose a different folder.")
     out.mkdir(parents=True, exist_ok=True)
     return {path: out / f"{path.stem}.png" for path in paths}
 

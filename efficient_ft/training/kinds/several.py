@@ -28,7 +28,7 @@ from efficient_ft.training.kinds.base import (
 
 
 class SeveralDataSets(Kind):
-    """Several data sets of the same kind. The optimizer steps use the data sets in turn."""
+    """A kind of task for several data sets of the same kind. The optimizer steps use the data sets in turn."""
 
     rules = SEVERAL
 
@@ -54,7 +54,7 @@ class SeveralDataSets(Kind):
 
     def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
         switch, found = tasks_of(model), {}
-        assert switch is not None, "a network of several data sets has several classifiers"
+        assert switch is not None, "a network for several data sets must have one classifier for each data set"
         for name, part in data.parts.items():
             switch.active = name
             found[name] = self._kind.evaluate(config, model, part, device)["accuracy"]
@@ -74,6 +74,6 @@ class SeveralDataSets(Kind):
 
 
 def mean_accuracies(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Return the mean accuracy over the data sets for each split that all data sets have."""
+    """Return the accuracy averaged over the data sets, for each split that all data sets have."""
     splits = [s for s in ("val", "test") if all(s in of for of in found.values())]
     return {split: sum(of[split] for of in found.values()) / len(found) for split in splits}

@@ -36,7 +36,7 @@ class TextKind(ClassKind):
         return open_texts(config.data, tokenizer, spec.size[0], config.seed)
 
     def check_settings(self, config: Config) -> Config:
-        """Return a configuration that skips unusable texts. Otherwise, opening the data would stop at the first one."""
+        """Return a configuration that skips unusable texts, because opening the data would stop at the first one."""
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "skip"})})
 
     def check_network(self, network: nn.Module, data: RunData) -> None:
@@ -65,41 +65,41 @@ class TextKind(ClassKind):
         return f"model.max_length={factory.input_of(config.model).size[0]}"
 
     def smaller_inputs(self, config: Config) -> list[Config]:
-        return []  # no smaller inputs, because truncating a text changes its meaning
+        return []  # inputs are not shortened, because truncating a text changes its meaning
 
 
 def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
-    """Return the non-empty lines of text files. Each line contains `columns` texts, separated by tabs.
+    """Return the non-empty lines of text files. Each line must contain `columns` texts that are separated by tabs.
 
-    The file ``-`` means standard input.
+    The file name ``-`` means standard input.
 
     Raises:
-        UserError: If a file cannot be read, if a line contains another number of texts, or if there are no texts.
+        UserError: If a file cannot be read, if a line contains a different number of texts, or if there are no texts.
     """
     lines: list[str] = []
     for path in files:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             if b"\0" in raw:
-                raise UserError(f"{path} cannot be read as UTF-8 text: it contains NUL characters. Save it as UTF-8.")
+                raise UserError(f"{path} contains NUL characters, so it is not a text file. Save the file as UTF-8.")
             text = raw.decode("utf-8-sig")
         except OSError as error:
             raise UserError(
                 f"{path}: {error.strerror}. A run with task=text reads text files with one sample per line."
             ) from error
         except UnicodeDecodeError as error:
-            raise UserError(f"{path} cannot be read as UTF-8 text ({first_line(error)}).") from error
+            raise UserError(f"The file {path} cannot be read as UTF-8 text ({first_line(error)}).") from error
         except MemoryError as error:
-            raise UserError(f"{path} does not fit into memory. Split it into several files.") from error
+            raise UserError(f"The file {path} does not fit into memory. Split the file into several files.") from error
         for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
             if line.strip():
                 cells = [cell.strip() for cell in line.split("\t")]
                 if len(cells) != columns or not all(cells):
-                    form = "FIRST<tab>SECOND" if columns == 2 else "one text, without tabs"
-                    raise UserError(f"{path}, line {number}: lines must have the form {form}.")
+                    form = "FIRST<tab>SECOND" if columns == 2 else "one text without tabs"
+                    raise UserError(f"{path}, line {number}: each line must have the form {form}.")
                 lines.append("\t".join(cells))
     if not lines:
-        raise UserError(f"{', '.join(map(str, files))}: no text found.")
+        raise UserError(f"{', '.join(map(str, files))}: these files contain no text.")
     return [Item(line, plain_text(line)) for line in lines]
 
 

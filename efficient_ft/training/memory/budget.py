@@ -46,8 +46,7 @@ from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
 from efficient_ft.training.trainer import on_device
 
-#: Assumed memory of a data-loading process in bytes, excluding its batches. The value is small, because a forked
-#: process shares most pages with its parent.
+#: Assumed memory of a data-loading process in bytes, excluding batches. Forked processes share most pages.
 _WORKER = 96 * 2**20
 #: Number of batches that each data-loading process loads in advance (torch's ``prefetch_factor``).
 _AHEAD = 2
@@ -58,7 +57,7 @@ class Predictor:
 
     Args:
         config: the configuration of the run.
-        images: the opened data, or None if the data are missing. In this case, evaluation images are assumed to have
+        images: the opened data, or None if the data are missing. Without data, evaluation images are assumed to have
             the size of training images.
         base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
         device: the device on which the run trains.
@@ -74,7 +73,7 @@ class Predictor:
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
-        #: For each configuration, the fields of `Demand` that depend on the training step.
+        #: Dict from configurations to the fields of `Demand` that depend on the training step.
         self._steps: dict[str, dict[str, Any]] = {}
         self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
         self._examples: dict[tuple[int, int], Forward] = {}
@@ -122,7 +121,7 @@ class Predictor:
         return replace(self.around(config, build_methods(config)), **self._steps[key])
 
     def around(self, config: Config, methods: Sequence[Method] = ()) -> Demand:
-        """Count the memory that each phase except the training step requires. `methods` are applied for evaluation."""
+        """Count the memory of each phase except the training step. Evaluation is counted with `methods` applied."""
         training, evaluation = self.readings(config)
         network, spec = self.network(config), step_spec(config)
         batch, evaluated = _samples(config, self._images)
@@ -233,8 +232,8 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
         say(
-            f"memory={config.memory} ({format_bytes(budget)}): this machine or its container has less memory. The budget"
-            f" is reduced to {format_bytes(limit)}."
+            f"memory={config.memory} ({format_bytes(budget)}): this machine or its container has less memory. The"
+            f" budget is reduced to {format_bytes(limit)}."
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
@@ -246,11 +245,12 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
-        base = f" The interpreter and libraries use {format_bytes(predicted.base_bytes)} of this memory." if on_cpu else ""
+        own = format_bytes(predicted.base_bytes)
+        base = f" The interpreter and its libraries use {own} of this memory." if on_cpu else ""
         raise UserError(
             f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
-            f" {format_bytes(predicted.peak_bytes)} of memory.{base} The run needs the most memory for {predicted.phase}"
-            f"{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
+            f" {format_bytes(predicted.peak_bytes)} of memory.{base} The run needs the most memory for"
+            f" {predicted.phase}{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"
         )
     _require_room(config, predictor, predicted, device)
     predictor.forget()
@@ -267,7 +267,7 @@ def _decided_by(config: Config, phase: str) -> str:
     if phase in ("evaluation", "reading evaluation batches", "evaluating the saved weights"):
         size = kind.evaluation_size(config)
         if data.eval_batch_size is None:
-            return f" (data.eval_batch_size=null, so batches contain {data.batch_size} {noun}s; {size})"
+            return f" (data.eval_batch_size=null, which uses data.batch_size={data.batch_size}; {size})"
         return f" (data.eval_batch_size={data.eval_batch_size}, {size})"
     if phase in ("predicting examples", "inspecting the data"):
         return f" (the size of the {noun} files determines this memory)"
@@ -277,7 +277,7 @@ def _decided_by(config: Config, phase: str) -> str:
 def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
     """Return sentences that suggest settings within the budget and the command for finding more recipes."""
     if predictor.base_bytes + predictor.demand(config).weights_bytes > budget:
-        return "No recipe for this model fits into this budget. Increase memory, or choose a smaller model."
+        return "No recipe for this model fits into this budget. Increase the budget, or choose a smaller model."
     plan = f"To find recipes that fit, run efficient-ft plan with the same model, data, and memory={config.memory}."
     for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
@@ -338,8 +338,8 @@ def _require_room(config: Config, predictor: Predictor, predicted: Prediction, d
     count = config.data.num_workers
     if workers:
         say(
-            f"The run needs about {format_bytes(predicted.peak_bytes)} of its memory budget ({config.memory}). The worker"
-            f" processes (data.num_workers={count}) need about {format_bytes(workers)} in addition."
+            f"The run needs about {format_bytes(predicted.peak_bytes)} of its memory budget ({config.memory}). The"
+            f" worker processes (data.num_workers={count}) need about {format_bytes(workers)} in addition."
         )
     own = predicted.peak_bytes if device.type != "cuda" else resident_bytes()
     limit, allowed = memory_limit_bytes(), process_limit_bytes()
@@ -368,7 +368,7 @@ def smaller_evaluation(config: Config, device: torch.device, base_bytes: int, ro
 
 
 def largest_batch(config: Config, device: torch.device, base_bytes: int, room: int) -> int:
-    """Return approximately the largest batch size that is predicted to fit into `room` bytes, or 0 if none fits.
+    """Return approximately the largest batch size that is predicted to fit into `room` bytes, or 0 if no size fits.
 
     The result is at most the configured batch size.
     """
@@ -385,8 +385,7 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Extrapolate linearly, because memory is nearly linear in the batch size. Then reduce the batch size until its
-    # predicted memory fits.
+    # Extrapolate linearly, because memory is nearly linear in the batch size. Then reduce the size until it fits.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

@@ -1,8 +1,7 @@
 """Libraries that only some recipes load, and the memory that these libraries add to a process on a CPU.
 
 A library is loaded when a method is applied or during the first step. The process memory that is measured before the
-model is built does not include the library. Therefore, a prediction adds the size of the library, which does not depend
-on the batch size.
+model is built does not include the library. Therefore, a prediction adds the size of the library.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ _KERNELS = "numba"
 
 
 def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
-    """Return the names of the libraries that training steps on a CPU load, except for those that every run loads."""
+    """Return the names of the libraries that training on a CPU loads, except for libraries that every run loads."""
     of_optimizer = (_KERNELS,) if state_bits < 32 else ()
     return tuple(dict.fromkeys([*of_optimizer, *(name for method in methods for name in method.libraries)]))
 

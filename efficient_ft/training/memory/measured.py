@@ -1,8 +1,8 @@
 """Measure the memory of the training process during optimizer steps of a run.
 
-The measured steps are training steps instead of steps of the cost report, because memory that the allocator keeps after
-training would hide the growth. The measured steps precede the first evaluation. Otherwise, memory that the allocator
-keeps after evaluation would be attributed to a step.
+Training steps are measured instead of steps of the cost report. The cost report follows training, and memory that the
+allocator keeps after training would hide the growth. The measured steps precede the first evaluation. Otherwise, memory
+that the allocator keeps after evaluation would be attributed to a step.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ STEPS = 3
 class MemoryMeter(L.Callback):
     """Callback that measures the memory of some early optimizer steps, each from its first to its last micro-batch.
 
-    If the first evaluation starts before these steps are complete, the last steps before the evaluation are measured.
-    Place this callback before callbacks that write checkpoints. A resumed run keeps the sizes that were measured before
-    the interruption.
+    If the first evaluation starts before all steps are measured, the last steps before the evaluation are measured.
+    Place this callback before callbacks that write checkpoints. A resumed run keeps its previous measurement.
 
     Args:
         methods: the methods of the run.

@@ -1,7 +1,6 @@
 """Messages for out-of-memory errors.
 
-Each message states the size of the failed allocation, the settings that determine the memory, and a batch size that
-fits.
+Each message states the failed allocation, the settings that determine the memory, and a batch size that fits.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _TEXTS = ("DefaultCPUAllocator", "std::bad_alloc", "MPS backend out of memory", 
 _ASKED = re.compile(r"(?:tried to allocate|unable to allocate) ([\d.]+) ?([KMGT]i?B|bytes)", re.IGNORECASE)
 #: Methods that are suggested, in this order, if no batch size fits, and short descriptions of the methods.
 _SMALLER = (
-    (("full", "checkpointing"), "exact gradients; each block is computed twice"),
+    (("full", "checkpointing"), "exact gradients, but each block is computed twice"),
     (("last_stage",), "only the last blocks are trained"),
     (("head",), "only the classifier is trained"),
 )
@@ -39,8 +38,7 @@ _SMALLER = (
 def out_of_memory(config: Config) -> Iterator[None]:
     """Inside a ``with`` block, convert out-of-memory errors to errors whose messages suggest a batch size.
 
-    The memory is predicted in the same way as for the setting ``memory``. Before the prediction, the objects in the
-    block are freed.
+    The memory is predicted as for the setting ``memory``. Before the prediction, objects in the block are freed.
 
     Raises:
         UserError: If the device or the process has too little memory, or if a data-loading process was killed.
@@ -120,8 +118,8 @@ def _what_fits(config: Config, device: torch.device) -> str:
         largest = largest_batch(config, device, resident_bytes(), room)
         if largest == config.data.batch_size:
             return (
-                f"A training step is predicted to fit into {format_bytes(room)}. Close other programs that use memory, or"
-                f" reduce data.batch_size or data.eval_batch_size. {plan}"
+                f"A training step is predicted to fit into {format_bytes(room)}. Close other programs that use memory,"
+                f" or reduce data.batch_size or data.eval_batch_size. {plan}"
             )
         if largest:
             wanted = config.data.eval_batch_size
@@ -144,7 +142,7 @@ def _what_fits(config: Config, device: torch.device) -> str:
 
 
 def _same_steps(config: Config, largest: int) -> str:
-    """Return a sentence with settings that keep the optimizer steps but reduce micro-batches to `largest` samples."""
+    """Return a sentence with settings that keep the optimizer steps, with at most `largest` samples per micro-batch."""
     batch, accumulate = config.data.batch_size, config.trainer.grad_accum_steps
     if config.optim.in_backward:
         return ""

@@ -27,13 +27,12 @@ from efficient_ft.core.units import parse_bytes
 #: Polling intervals in seconds. The shorter interval is used above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above the fraction `_NEAR` of the budget, freed memory is returned to the system at intervals of at least
+#: Above the fraction `_NEAR` of the budget, freed memory is returned to the system, at most once per
 #: `_RELEASE_INTERVAL` seconds.
 _NEAR, _RELEASE_INTERVAL = 0.97, 0.5
-#: Number of seconds after which a run that did not stop is interrupted again. Interrupts in finalizers are lost.
+#: Number of seconds after which an interrupt is repeated. Interrupts that arrive in finalizers are lost.
 _AGAIN = 5.0
-#: The signal that interrupts the main thread. SIGUSR1 and SIGUSR2 are not suitable, because these signals request a
-#: requeue in a Slurm job.
+#: The signal that interrupts the main thread. SIGUSR1 and SIGUSR2 request a requeue in Slurm jobs.
 _SIGNAL: signal.Signals = getattr(signal, "SIGURG", None) or getattr(signal, "SIGBREAK")  # noqa: B009 (Windows)
 
 
@@ -54,11 +53,11 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
     """Inside a ``with`` block, stop the code with a UserError when the run exceeds its memory budget.
 
     A thread polls the memory of the process and interrupts the main thread between two operations. The files of the run
-    are kept, and the same command with a larger budget continues from the last checkpoint. Nested ``with`` blocks have
-    no effect.
+    are kept, and the same command with a larger budget continues from the last checkpoint. Nested blocks have no
+    effect.
 
-    If `armed` is False, the code is stopped only after `stop_from_now_on` is called. A caller can then predict the
-    memory first. The error message for a prediction above the budget is more helpful.
+    If `armed` is False, the code is stopped only after `stop_from_now_on` is called. This option allows callers to
+    predict the memory first, because the error message of the prediction is more helpful.
 
     Raises:
         UserError: If the run exceeds the budget.
@@ -96,7 +95,7 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
 
 
 def stop_from_now_on(config: Config) -> None:
-    """Allow `within_budget` to stop the code. Raise UserError if the budget was already exceeded."""
+    """Allow `within_budget` to stop the code. Raise UserError if the budget has already been exceeded."""
     watch = _Watch.running
     if watch is not None:
         if watch.seen:
@@ -107,14 +106,14 @@ def stop_from_now_on(config: Config) -> None:
 def _passed(config: Config, size: int, how: str) -> UserError:
     return UserError(
         f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): the run was stopped, because"
-        f" {format_bytes(size)} of memory was {how}. With a larger value of memory, the same command continues from the"
+        f" {format_bytes(size)} of memory was {how}. With a larger memory budget, the same command continues from the"
         f" last checkpoint. To find recipes that need less memory, run efficient-ft plan with the same model, data,"
         f" and memory={config.memory}."
     )
 
 
 class _Watch(threading.Thread):
-    """Thread that polls the resident memory of the process and interrupts the main thread above the budget.
+    """Thread that polls the resident memory of the process and interrupts the main thread above `budget` bytes.
 
     Near the budget, the thread returns freed memory to the system, because fragmentation makes the process grow slowly.
     """

@@ -1,1 +1,1 @@
-"""Files that a run writes, and messages that it prints."""
+"""Files that a run writes and messages that a run prints."""

@@ -1,7 +1,7 @@
 """Write and read checkpoints. Writing is atomic: if the process is killed at any time, a complete checkpoint remains.
 
-The previous checkpoint is kept. Lightning's own plugin writes to $TMPDIR and copies the file if that folder is on
-another filesystem. If the process is killed during the copy, a partial file remains.
+The previous checkpoint is kept. Lightning's plugin writes to $TMPDIR, and copies the file if $TMPDIR is on another
+filesystem. If the process is killed during the copy, a partial file remains.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 NAME = "checkpoint.ckpt"
 #: Name of the file that contains the id of a run. Every checkpoint of the run also contains the id.
 RUN_ID = "run_id"
-#: Key of a checkpoint under which the format number is stored.
+#: Key of the format number in a checkpoint.
 _FORMAT_KEY = "efficient_ft_format"
 
 
@@ -41,9 +41,9 @@ def exists(path: Path) -> bool:
 
 
 def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
-    """Load the checkpoint at `path`. If it is damaged, load the previous checkpoint and log a warning.
+    """Load the checkpoint at `path`. If the file is damaged, load the previous checkpoint and log a warning.
 
-    Code in the file is not executed. The checksums are verified, because `torch.load` would accept changed values.
+    No code in the file is executed. The checksums are verified, because `torch.load` would accept changed values.
 
     Raises:
         OtherVersionError: If another version of this package wrote the checkpoint.
@@ -57,18 +57,18 @@ def read(path: Path, map_location: Any = "cpu") -> dict[str, Any]:
             with zipfile.ZipFile(candidate) as archive:
                 damaged = archive.testzip()
             if damaged is not None:
-                raise ValueError(f"the checksum of {damaged} differs")
+                raise ValueError(f"the checksum of the entry {damaged} does not match")
             checkpoint = torch.load(candidate, map_location=map_location, weights_only=True)
         except Exception as error:  # damaged files cause zip, pickle, EOF, key or value errors
             failures.append(f"{candidate}: {why_unreadable(error)}")
             continue
         if not _has_weights(checkpoint):
-            failures.append(f"{candidate}: it is not a checkpoint of a run")
+            failures.append(f"{candidate}: the file is not a checkpoint of a run")
             continue
         check_format(candidate, checkpoint.get(_FORMAT_KEY), START_AGAIN)
         if failures:
             log.warning(
-                "The checkpoint %s is damaged; continuing from the previous one (%s).", shown_path(path), candidate.name
+                "The checkpoint %s is damaged. The previous checkpoint (%s) is used.", shown_path(path), candidate.name
             )
         return dict(checkpoint)
     found_text = "\n  ".join(failures) or f"no file {path}"
@@ -83,13 +83,13 @@ def noted_run(checkpoint: dict[str, Any]) -> str | None:
 
 
 def refuse_another_run(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Raise UserError if the checkpoint at `path` has a different id than the run."""
+    """Raise UserError if the id in the checkpoint at `path` is not the id of the run."""
     file, found = path.with_name(RUN_ID), noted_run(checkpoint)
     noted = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     if found is not None and noted and noted != found:
         raise UserError(
-            f"{path} belongs to another run: its id is {printable(found)}, and {file} contains {printable(noted)}."
-            f" Put back the checkpoint of this run. {START_AGAIN}"
+            f"The checkpoint {path} belongs to another run: the checkpoint contains the id {printable(found)}, but the"
+            f" file {file} contains the id {printable(noted)}. Restore the checkpoint of this run. {START_AGAIN}"
         )
 
 
@@ -103,7 +103,7 @@ def _has_weights(checkpoint: Any) -> bool:
 
 
 class AtomicCheckpointIO(CheckpointIO):
-    """Lightning plugin that writes checkpoints atomically, keeps the previous one, and loads them with `read`."""
+    """Lightning plugin that writes checkpoints atomically, keeps the previous checkpoint, and calls `read`."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         target = Path(path)
@@ -111,7 +111,7 @@ class AtomicCheckpointIO(CheckpointIO):
         def write(temporary: Path) -> None:
             torch.save({**checkpoint, _FORMAT_KEY: FORMAT}, temporary)
             with open(temporary, "rb+") as file:
-                os.fsync(file.fileno())  # the new file must be on disk before the old one is renamed
+                os.fsync(file.fileno())  # the new file must be on disk before the old file is renamed
             if target.is_file():
                 os.replace(target, previous(target))
 

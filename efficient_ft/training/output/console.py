@@ -22,7 +22,7 @@ def rank() -> int:
 
 @rank_zero_only
 def say(text: str) -> None:
-    """Print `text` in the first process, with wrapped lines. On a terminal, a leading ``warning:`` is colored."""
+    """Wrap `text`, and print the result in the first process. On a terminal, a leading ``warning:`` is colored."""
     show(text)
 
 
@@ -31,7 +31,7 @@ def quiet_lightning() -> None:
     logging.raiseExceptions = False  # a log file on a full disk must not cause a traceback
     for name in ("lightning.pytorch", "lightning.fabric", "lightning", "timm"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # its warnings concern other libraries
+    logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # concerns other libraries
     for message in (
         ".*does not have many workers.*",
         ".*module\\(s\\) in eval mode at the start of training.*",
@@ -49,7 +49,7 @@ _COSTS = (
     ("executed", "forward_flops", "forward FLOPs / {sample}", format_number),
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
     ("executed", "saved_bytes", "saved for the backward pass / {sample}", format_bytes),
-    ("measured", "peak_bytes", "peak of a step, batch of {batch}", format_bytes),
+    ("measured", "peak_bytes", "peak memory (batch size {batch})", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )
@@ -63,7 +63,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
     """
     baseline = cost.get("baseline")
     if baseline and all(baseline[group] == cost[group] for group in ("executed", "measured")):
-        baseline = None  # the step of the baseline has the same cost
+        baseline = None  # a baseline with equal costs is not shown
     rows = [["cost", method, *([baseline["name"], "ratio"] if baseline else [])]]
     for group, key, title, form in _COSTS:
         value = cost[group].get(key)
@@ -85,9 +85,9 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
         ["process memory before training", format_bytes(memory["before_steps_bytes"])],
     ]
     if device:
-        rows.append(["peak of all tensors on the GPU", format_bytes(device["allocated_bytes"])])
-        rows.append(["peak reserved on the GPU", format_bytes(device["reserved_bytes"])])
-    rows.append([f"used by training, batch of {batch}", format_bytes(growth)])
+        rows.append(["peak memory of all tensors on the GPU", format_bytes(device["allocated_bytes"])])
+        rows.append(["peak reserved memory on the GPU", format_bytes(device["reserved_bytes"])])
+    rows.append([f"used by training (batch size {batch})", format_bytes(growth)])
     if counted:
         rows.append(["tensors of a training step", format_bytes(counted)])
     return table(rows)
@@ -105,7 +105,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     trained, total = results["trainable_parameters"], results["total_parameters"]
     share = f"{'all' if trained == total else f'{format_number(trained)} of'} {format_number(total)}"
-    lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters trained"]
+    lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters were trained"]
     limit = config["trainer"].get("limit_eval_batches")
     if limit is not None:
         chosen += _seen(limit, config["data"], results["data"], sample)
@@ -121,8 +121,8 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         cost_table(results["cost"], method, batch, sample),
         "",
         *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
-        f"Results: {shown_path(folder)} (model.safetensors contains the"
-        f" {'epoch of the best mean' if tasks else 'best epoch'})",
+        f"Results: {shown_path(folder)} (model.safetensors contains the weights of"
+        f" the {'epoch with the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
 
@@ -136,7 +136,7 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 
 
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
-    """Return rows with the best and last accuracies, the test accuracy of the best weights, and `published`."""
+    """Return table rows with the best, last and published accuracies and the test accuracy of the best weights."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
     rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
     rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]

@@ -1,4 +1,4 @@
-"""Write and read ``model.safetensors``: the trained weights under timm's names, and the metadata for using them."""
+"""Write and read ``model.safetensors``: the trained weights under timm's names, and the metadata required by `load`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def save(
 ) -> None:
     """Write the state dict `weights` with the metadata that `load` needs.
 
-    The parameters have timm's names (`plain_state_dict`). `class_names` is a list in the order of the outputs, or a
-    mapping from tasks to such lists. The metadata contain the settings of methods that cannot be merged into the
-    weights. With adapters, they also contain the settings of the selection that chose the adapted layers.
+    The parameters must have timm's names (see `plain_state_dict`). `class_names` is a list in the order of the outputs,
+    or a mapping from tasks to such lists. The metadata contain the settings of methods that cannot be merged into the
+    weights. For adapters, the metadata also contain the settings of the method that selected the layers.
     """
     adapted = any(m.axis == "adapters" and not m.merges for m in methods)
     added = [m for m in in_order(methods) if not m.merges or (adapted and m.axis == "selection")]
@@ -89,7 +89,7 @@ def _sort_metadata(file: Path) -> None:
         header = json.loads(opened.read(length))
         header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        assert len(text) <= length, "sorting does not lengthen the header"
+        assert len(text) <= length, "sorting the metadata must not lengthen the header"
         opened.seek(8)
         opened.write(text.ljust(length))
 
@@ -107,12 +107,12 @@ def _without_shared_storages(weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def load(run: Path, task: str | None = None) -> Trained:
-    """Load the trained network of a run from its folder or its model.safetensors.
+    """Load the trained network of a run from the run folder or from the file model.safetensors.
 
-    With several tasks, `task` selects the classes of the result. If it is None, the first task is selected.
+    For a run with several tasks, `task` selects the task of the returned network (default: the first task).
 
     Raises:
-        OtherVersionError: If the file names a method or a setting that this version does not know.
+        OtherVersionError: If the file names a method or a setting that this version does not support.
         UserError: If the file does not exist, is damaged, or was not written by a run, or if the task is unknown.
     """
     file = run / NAME if run.is_dir() else run
@@ -120,8 +120,8 @@ def load(run: Path, task: str | None = None) -> Trained:
     about = _checked(file, metadata)
     try:
         tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
-    except Exception as error:  # the tokenizers library raises plain Exceptions
-        raise _altered(file, f"its {TOKENIZER} cannot be read ({first_line(error)})") from error
+    except Exception as error:  # the tokenizers library raises errors of the class Exception
+        raise _altered(file, f"the entry {TOKENIZER} cannot be read ({first_line(error)})") from error
     size = tuple(about.image_size)
     height, width = size[0], size[-1]
     config = ModelConfig(
@@ -136,8 +136,8 @@ def load(run: Path, task: str | None = None) -> Trained:
     added = [_noted_method(file, part) for part in about.added]
     tasks = about.class_names if isinstance(about.class_names, dict) else {}
     if task is not None and task not in tasks:
-        has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on one data set"
-        raise UserError(f"{run} has no task {task}: {has}.")
+        has = f"its tasks are {', '.join(tasks)}" if tasks else "the run used a single data set"
+        raise UserError(f"The run {run} has no task {task}: {has}.")
     kind = kind_named(about.task)
     names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
     classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
@@ -171,18 +171,18 @@ def load(run: Path, task: str | None = None) -> Trained:
 
 
 def _metadata(run: Path, file: Path) -> dict[str, str]:
-    """Read the metadata of `file`, the model.safetensors of `run`."""
+    """Read the metadata of `file`, which is the model.safetensors file of `run`."""
     if not file.is_file():
         if not run.exists():
-            raise UserError(f"{run}: no such folder. Pass the run folder printed when training ended.")
-        raise UserError(f"{run} holds no {NAME}, because no epoch was finished.")
+            raise UserError(f"{run}: the folder does not exist. Pass the run folder printed at the end of training.")
+        raise UserError(f"The folder {run} contains no {NAME}, because no epoch was finished.")
     try:
         with safe_open(file, "pt") as opened:
             about = dict(opened.metadata() or {})
     except (SafetensorError, OSError) as error:
-        raise UserError(f"{file} cannot be read ({error}).") from error
+        raise UserError(f"The file {file} cannot be read ({error}).") from error
     if "architecture" not in about or "class_names" not in about:
-        raise UserError(f"{file} was not written by a run: its metadata do not name an architecture and classes.")
+        raise UserError(f"The file {file} was not written by a run: its metadata contain no architecture or classes.")
     return about
 
 
@@ -232,11 +232,11 @@ class _About(BaseModel):
     def _fits(self) -> _About:
         texts = self.tokenizer is not None
         if texts != (len(self.image_size) == 1):
-            raise ValueError("image_size must be one number with a tokenizer, and otherwise two")
+            raise ValueError("image_size must contain one number if there is a tokenizer, and two numbers otherwise")
         if len(self.mean) != len(self.std) or len(self.mean) not in ((0,) if texts else (1, 3)):
-            raise ValueError("mean and std must have one number per channel")
+            raise ValueError("mean and std must contain one number per channel")
         if self.class_colors is not None and len(self.class_colors) != len(self.class_names):
-            raise ValueError("class_colors must have one color per class")
+            raise ValueError("class_colors must contain one color per class")
         return self
 
 
@@ -258,35 +258,36 @@ def _checked(file: Path, metadata: dict[str, str]) -> _About:
 
 def _altered(file: Path, why: str) -> UserError:
     return UserError(
-        f"{file} cannot be used: {why.rstrip('.')}. It was changed after the run wrote it. Restore it, or train again."
+        f"The file {file} cannot be used: {why.rstrip('.')}. The file was changed after the run wrote it. Restore the"
+        " file, or train again."
     )
 
 
 def _require_same_shapes(file: Path, model: nn.Module) -> None:
-    """Raise UserError if a tensor has another shape in the file than in the model, e.g. a head for other classes."""
+    """Raise UserError if tensors have different shapes in the file and in the model, e.g. for different classes."""
     own = model.state_dict()
     with safe_open(file, "pt") as opened:
         shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in shapes.items():
         if name in own and tuple(own[name].shape) != shape:
             found, expected = ("×".join(map(str, of)) for of in (shape, own[name].shape))
-            raise UserError(f"its {name} has the shape {found}, but its metadata require {expected}")
+            raise UserError(f"the tensor {name} has the shape {found}, but the metadata require the shape {expected}")
 
 
 def _noted_method(file: Path, part: _Added) -> Method:
-    """Build a method that is named in the metadata of `file`, with its settings."""
+    """Build a method from the name and the settings in the metadata of `file`."""
     name, settings = part.method, part.settings
     do = "Train again with this version, or use the version that wrote the file."
     if name not in METHODS:
-        raise OtherVersionError(file, f"it contains the method {name}, unknown to this version", do)
+        raise OtherVersionError(file, f"the file contains the method {name}, which is unknown to this version", do)
     unknown = sorted(set(settings) - set(inspect.signature(METHODS[name]).parameters))
     if unknown:
         which = ", ".join(f"method.{name}.{setting}" for setting in unknown)
-        raise OtherVersionError(file, f"it contains {which}, unknown to this version", do)
+        raise OtherVersionError(file, f"the file contains {which}, which this version does not support", do)
     try:
         return METHODS[name](**settings)
     except UserError as error:
-        raise OtherVersionError(file, f"it contains the method {name} with {error}", do) from error
+        raise OtherVersionError(file, f"this version does not support the settings of {name}: {error}", do) from error
 
 
 def require_finite(logits: Tensor) -> None:

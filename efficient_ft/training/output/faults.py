@@ -17,29 +17,29 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.record import config_file
 from efficient_ft.training.output import checkpoint
 
-#: Substrings of the messages of torch and safetensors for a failed write. These errors have no system error number.
+#: Substrings of error messages of torch and safetensors for failed writes. These errors have no system error number.
 _FAILED_WRITES = ("PytorchStreamWriter", "inline_container", "unexpected pos", "I/O error", "os error")
 
-#: Substrings of the messages of gloo after another process of the run has ended.
+#: Substrings of gloo's error messages if another process of the run has ended.
 _LOST_PROCESS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
 
 
 def _continues(folder: Path | None) -> str:
-    """Return a sentence that states what a repeated command would do. `folder` is None if it is not known."""
+    """Return a sentence on what happens if the command is repeated. `folder` is None if the run folder is unknown."""
     if folder is None:
-        return "The same command continues from the last checkpoint, or starts again if there is none."
+        return "The same command continues from the last checkpoint, or starts again if there is no checkpoint."
     if checkpoint.exists(folder / checkpoint.NAME):
         return "Saved files are kept, and the same command continues from the last checkpoint."
-    return "Nothing was saved yet, so the same command starts again."
+    return "No checkpoint was saved, so the same command starts the run again."
 
 
 def require_folder(folder: Path) -> None:
     """Raise UserError if the run folder was removed, moved or replaced after the start of the run."""
     if not (folder / config_file.NAME).is_file():
         raise UserError(
-            f"{folder} is no longer the folder of this run: it was removed, moved or replaced while the run was writing"
-            " into it. Nothing was written to another place. If you move it back, the same command continues."
-            " Otherwise, the same command starts again."
+            f"{folder} is no longer the folder of this run: the folder was removed, moved or replaced during the run."
+            " No files were written to another place. If you move the folder back, the same command continues the run."
+            " Otherwise, the same command starts the run again."
         )
 
 
@@ -47,21 +47,21 @@ def refuse_lost_process(error: BaseException) -> None:
     """Raise an error that ends this process if another process of the run has ended.
 
     Raises:
-        KeyboardInterrupt, TerminatedRun: If this process has received a signal that requests its end.
-        UserError: If `error` reports a failed exchange with a process that has ended.
+        KeyboardInterrupt, TerminatedRun: If this process has received a signal that requests termination.
+        UserError: If `error` reports that the communication with another process failed because that process has ended.
     """
     if "gloo" in str(error).lower() and any(text in str(error) for text in _LOST_PROCESS):
         if stopping.asked:
             raise stopping.ending(stopping.asked[-1]) from None
         raise UserError(
-            "Another process of this run has ended. It failed with the message above, or it was killed, e.g. because"
-            f" memory ran out. {_continues(None)}"
+            "Another process of this run has ended. The other process failed with the message above or was killed, e.g."
+            f" because memory ran out. {_continues(None)}"
         ) from error
 
 
 @contextmanager
 def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
-    """Inside a ``with`` block, convert system errors in the run folder to error messages that name the folder.
+    """Inside a ``with`` block, convert system errors in the run folder to errors whose messages name the folder.
 
     `begun` returns True if the run has written its configuration into the folder.
 
@@ -80,7 +80,7 @@ def faults_of_the_system(folder: Path, begun: Callable[[], bool] = lambda: True)
             raise
         if begun():
             require_folder(folder)
-        raise UserError(f"{folder} cannot be written: {reason}. {_continues(folder)}") from error
+        raise UserError(f"The run folder {folder} cannot be written: {reason}. {_continues(folder)}") from error
 
 
 def _reason(error: Exception, folder: Path) -> str | None:

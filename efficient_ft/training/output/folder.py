@@ -1,4 +1,4 @@
-"""The run folder. A folder belongs to one run, and one command at a time can use it.
+"""The run folder. Each folder belongs to one run and can be used by one command at a time.
 
 Files of earlier runs are never deleted.
 """
@@ -30,7 +30,7 @@ from efficient_ft.training.output.console import rank, say
 
 #: Name of the file that the training process locks. The operating system releases the lock when that process ends.
 LOCK = ".lock"
-#: Name of the file with the digest of the data (`data.listing.Listing.digest`). Several digests are joined by +.
+#: Name of the file with the digest of the data (`data.listing.Listing.digest`). Multiple digests are joined with "+".
 IMAGES = "images"
 #: Name of the file with hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
 CONTENTS = "contents.json"
@@ -38,14 +38,14 @@ CONTENTS = "contents.json"
 RECORD, LOGS = ".hydra", ("train.log",)
 #: Names of files that exist only if a run was started in the folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
-#: Names of the files that a run writes. If one of them is the name of a folder, the run is rejected before training.
+#: Names of the files that a run writes. If a folder has one of these names, the run is rejected before training.
 _FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
-#: Files and folders to which a run appends. Links with these names are rejected. All other files replace links.
+#: Files and folders to which a run appends. Links with these names are rejected. Other files replace links.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
 
 def refuse_another_run(config: Config, folder: Path) -> None:
-    """Raise an error if the folder contains a run with other settings. ``resume=never`` moves that run away later.
+    """Raise an error if the folder contains a run with other settings, unless ``resume=never`` moves that run away.
 
     Raises:
         OtherVersionError: If another version of this package wrote the folder.
@@ -58,14 +58,14 @@ def refuse_another_run(config: Config, folder: Path) -> None:
         return
     old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)][:3]
-    texts = (f"{key} is {old.get(key)} in that run and {new.get(key)} in this run" for key in changed)
-    raise UserError(f"{folder} holds another run ({', '.join(texts)}). {START_AGAIN}")
+    texts = (f"the setting {key} is {old.get(key)} in that run and {new.get(key)} in this run" for key in changed)
+    raise UserError(f"The folder {folder} contains another run ({', '.join(texts)}). {START_AGAIN}")
 
 
 def refuse_split_run(folder: Path) -> None:
     """Raise UserError if a folder contains a part of a run but no config.yaml, e.g. after an incomplete copy.
 
-    The folders to which earlier runs were moved are also checked.
+    This function also checks the folders to which earlier runs were moved.
     """
     folder = folder.absolute()
     places = [folder]
@@ -79,8 +79,8 @@ def refuse_split_run(folder: Path) -> None:
         whole = "Move all files of the run into one folder, or choose another hydra.run.dir."
         other = next((one for one in (places[-1], folder) if one != place and _traces(one)), None)
         raise UserError(
-            f"{place} holds a part of a run ({', '.join(found)}; no {config_file.NAME})."
-            + (f" {other} holds {', '.join(_traces(other))}." if other is not None else "")
+            f"The folder {place} contains a part of a run ({', '.join(found)}), but no {config_file.NAME}."
+            + (f" The folder {other} contains {', '.join(_traces(other))}." if other is not None else "")
             + f" {whole}"
         )
 
@@ -93,7 +93,7 @@ def _traces(folder: Path) -> list[str]:
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
     """Raise UserError if the data or weights have changed since the run began, or if their record is damaged."""
     file = folder / CONTENTS
-    if not file.is_file():  # older versions wrote no record
+    if not file.is_file():  # older versions did not write this record
         return
     try:
         changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))
@@ -101,8 +101,8 @@ def refuse_changed_contents(folder: Path, contents: Contents) -> None:
         raise UserError(f"{file} is damaged. {START_AGAIN}") from error
     if changes:
         raise UserError(
-            f"The data or weights of the run in {folder} have changed since it began: {'; '.join(changes)}."
-            f" Restore them to continue this run. {START_AGAIN}"
+            f"The data or weights of the run in {folder} have changed since the run began: {'; '.join(changes)}."
+            f" Restore the data and weights to continue this run. {START_AGAIN}"
         )
 
 
@@ -114,17 +114,17 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
     try:
         noted = file.read_text(encoding="utf-8").strip()
     except UnicodeDecodeError as error:
-        raise UserError(f"{file} is damaged: it is not text. {START_AGAIN}") from error
+        raise UserError(f"The file {file} is damaged, because its content is not text. {START_AGAIN}") from error
     if noted != digest:
         raise UserError(
             f"The images in {', '.join(image_folders(config))} differ from the training images of the run in {folder}."
-            " The data set is another copy, or files have been added, removed or replaced since the run began."
+            " The data set is a different copy, or files have been added, removed or replaced since the run began."
             f" {START_AGAIN}"
         )
 
 
 class RunFolder:
-    """A run folder that writes the files of a run before its first step, and that can restore the previous state.
+    """A run folder. `begin` writes the files that precede the first step, and `undo` restores the previous state.
 
     `lock` is None except in the first process.
     """
@@ -133,22 +133,23 @@ class RunFolder:
         self.path, self._lock = path, lock
         #: `begun` is True after the configuration was written, and `trains` is True after the training has started.
         self.begun = self.trains = False
-        #: The folder to which an earlier run was moved, and the contents that the files had before `begin`.
+        #: The folder to which an earlier run was moved, and the contents of the files before `begin`.
         self._moved: Path | None = None
         self._before: dict[Path, bytes] | None = None
 
     def begin(self, config: Config, notes: Mapping[str, str], record: Callable[[], None]) -> None:
-        """Write config.yaml, the files in `notes`, and the record of the command. The input must already be checked.
+        """Write config.yaml, the files in `notes`, and the record of the command.
 
-        With ``resume=never``, an existing run folder is first moved away in a single rename.
+        Check all inputs before the call. With ``resume=never``, an existing run folder is moved away in a single
+        rename.
 
         Args:
             config: the configuration of the run.
             notes: mapping from file names to texts. Existing files are not overwritten.
-            record: function that writes the record of the command. It is called when the folder belongs to the run.
+            record: function that writes the record of the command. The function is called at the end.
 
         Raises:
-            UserError: If another process has taken the folder.
+            UserError: If another process has locked the folder.
         """
         if self._lock is None:
             self.begun = True
@@ -176,8 +177,8 @@ class RunFolder:
         place = self.path.resolve()
         if place == Path.cwd() or place in Path.cwd().parents:
             raise UserError(
-                f"resume=never cannot move {place} away, because it holds the current folder. Change to another"
-                " folder, or choose another hydra.run.dir."
+                f"resume=never cannot move the folder {place}, because this folder contains the current folder. Change"
+                " to another folder, or choose another hydra.run.dir."
             )
         number = 1
         while (target := place.with_name(f"{place.name}.{number}")).exists():
@@ -192,7 +193,7 @@ class RunFolder:
         say(f"resume=never: the earlier run was moved to {shown_path(target)}.")
 
     def undo(self) -> None:
-        """Restore the state before `begin`, except for the files of a new folder, which the command removes later."""
+        """Restore the state before `begin`. Files in a new folder are kept, because the command removes them later."""
         if self._moved is not None:
             place = self._moved.with_name(self.path.resolve().name)
             shutil.rmtree(place)
@@ -219,8 +220,8 @@ def _acquired(folder: Path) -> FileLock:
         lock.acquire()
     except Timeout:
         raise UserError(
-            f"{folder} is in use: the same command is running in another process. Wait until it ends, or choose another"
-            " hydra.run.dir."
+            f"The folder {folder} is in use: the same command is running in another process. Wait until that process"
+            " ends, or choose another hydra.run.dir."
         ) from None
     return lock
 
@@ -233,15 +234,15 @@ def locked(folder: Path) -> Iterator[RunFolder]:
     step, the folder is restored.
 
     Raises:
-        UserError: If another process holds the lock, if a folder has the name of a file of the run, or if a file that
-            the run appends to is a link.
+        UserError: If another process holds the lock, if a folder has the name of a run file, or if a file to which the
+            run appends is a link.
     """
     if rank() != 0:
         yield RunFolder(folder, None)
         return
     for name in _FILES:
         if (folder / name).is_dir():
-            raise UserError(f"{folder / name} is a folder; the run writes a file of this name. Remove or rename it.")
+            raise UserError(f"{folder / name} is a folder, but must be a file. Remove or rename the folder.")
     for name in (LOCK, *_APPENDED):
         refuse_link(folder / name)
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,8 +21,7 @@ from efficient_ft.training.output.console import say
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
     """Start the configured logger before training, so that mistakes in its settings are reported immediately.
 
-    A resumed run keeps its `run_id`. By default, the name of the run in wandb contains the `arguments` of the command
-    line.
+    A resumed run keeps its `run_id`. By default, the wandb name of the run contains the command-line `arguments`.
 
     Raises:
         UserError: If the logger's package is not installed, or if the logger cannot start.
@@ -36,7 +35,7 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
         if options.name == "tensorboard":
             from lightning.pytorch.loggers import TensorBoardLogger
 
-            # Settings are written with the results at the end. By default, a constant curve hp_metric would be added.
+            # Settings are written with the results at the end. By default, Lightning would log a constant hp_metric.
             return [TensorBoardLogger(save_dir=folder, name="", version="tensorboard", default_hp_metric=False)]
         import wandb
         from lightning.pytorch.loggers import WandbLogger
@@ -58,20 +57,20 @@ def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence
             config=plain,
             settings=wandb.Settings(silent=True),  # warnings are still shown
         )
-        logger._wandb_init.pop("anonymous", None)  # Lightning passes this argument, and wandb warns about it
+        logger._wandb_init.pop("anonymous", None)  # Lightning passes this argument, which causes a warning
         define_metrics(logger.experiment)
         if not logger.experiment.offline:
-            say(f"wandb: this run is shown at {logger.experiment.url}")
+            say(f"wandb: This run is shown at {logger.experiment.url}")
     except ModuleNotFoundError as error:
         raise UserError(
-            f"logger={options.name} needs a package that is not installed. Install it: pip install {options.name}"
+            f"logger={options.name} requires a package that is not installed. Run pip install {options.name}."
         ) from error
     except UserError:
         raise
     except Exception as error:  # the errors of wandb have no common base class
         raise UserError(
-            f"logger={options.name} cannot start: {(str(error).splitlines() or [''])[0]}"
-            " Use logger.mode=offline, or log in first (wandb login)."
+            f"logger={options.name}: the logger cannot start ({(str(error).splitlines() or [''])[0]}). Log in with"
+            " wandb login, or set logger.mode=offline."
         ) from error
     return [logger]
 
@@ -88,8 +87,8 @@ def _require_key(mode: str) -> None:
         found = wandb.api.api_key is not None
     if not found:
         raise UserError(
-            "logger=wandb needs a key, and none is configured. Log in (wandb login), set WANDB_API_KEY, or use"
-            " logger.mode=offline."
+            "logger=wandb requires an API key, but no key is configured. Log in with wandb login, set WANDB_API_KEY, or"
+            " set logger.mode=offline."
         )
 
 
@@ -109,7 +108,7 @@ def run_name(methods: str, arguments: Sequence[str]) -> str:
 
 
 def define_metrics(experiment: Any) -> None:
-    """Set which value of a metric is its summary in wandb: the highest accuracy, the lowest loss, or the last value."""
+    """Define the wandb summary of each metric: the highest accuracy, the lowest loss, or otherwise the last value."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
         experiment.define_metric(f"{split}_mean_iou", summary="max")
@@ -119,7 +118,7 @@ def define_metrics(experiment: Any) -> None:
 
 
 def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values by which runs are compared: accuracies (including the published one), costs and totals."""
+    """Return the values by which runs are compared: accuracies (including the published accuracy), costs and totals."""
     keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
     summary = flatten({key: results[key] for key in keys if key in results})
     summary["accuracy.final"] = final_accuracy(results["accuracy"])
@@ -133,7 +132,7 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 def write_summary(
     loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
 ) -> None:
-    """Write the results of a run and the `text` printed at its end to the loggers, and close the loggers.
+    """Write the results of a run and the final summary `text` to the loggers, and close the loggers.
 
     The accuracy, the costs and the totals are written to the summary of wandb and to TensorBoard's table of
     hyperparameters. Both loggers receive samples with predictions. TensorBoard also receives the text.
@@ -152,7 +151,7 @@ def write_summary(
             experiment.summary.update(summary_of(results))
             if experiment.offline:
                 command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
-                say(f"wandb: `{unbroken(command)}` uploads this run.")
+                say(f"wandb: The command `{unbroken(command)}` uploads this run.")
         else:
             _write_board(logger, results, text, step, samples)
     close_loggers(loggers, failed=False)
@@ -174,7 +173,7 @@ def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, s
 
 
 def close_loggers(loggers: Sequence[Logger], failed: bool) -> None:
-    """Finish wandb runs. The exit code is 1 if `failed` is True, otherwise 0."""
+    """Finish wandb runs with the exit code 1 if `failed` is True, and 0 otherwise."""
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "finish"):

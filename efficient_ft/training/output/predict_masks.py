@@ -27,7 +27,7 @@ _OPACITY = 0.5
 
 @torch.inference_mode()
 def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.ndarray:
-    """Return the class index of every pixel of an RGB image, uint8 (H, W). The image may have any size."""
+    """Return the predicted class indices of an RGB image, uint8 of shape (H, W). The image may have any size."""
     device = next(model.parameters()).device
     pixels = Transform(InputSpec(input.size, input.mean, input.std)).normalize([image]).to(device)
     height, width = pixels.shape[-2:]
@@ -39,13 +39,13 @@ def predict_mask(model: nn.Module, image: Image.Image, input: InputSpec) -> np.n
 
 
 def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequence[int]] | None = None) -> Image.Image:
-    """Return a mask image that can be saved as PNG. It has the same pixel values as the training masks.
+    """Return a mask image that can be saved as PNG. The image has the same pixel values as the training masks.
 
     Args:
         indices: class indices (H, W).
         ids: pixel value of each class. An 8-bit image also has a color palette.
-        colors: color of each class if the training masks store classes as colors, otherwise None. With colors, the
-            image is RGB.
+        colors: color of each class if the training masks store classes as colors, or None otherwise. If colors are
+            given, the result is an RGB image.
     """
     if colors:
         return Image.fromarray(np.asarray(colors, dtype=np.uint8)[indices])
@@ -60,7 +60,7 @@ def mask_image(indices: np.ndarray, ids: Sequence[int], colors: Sequence[Sequenc
 
 
 def overlay(image: Image.Image, indices: np.ndarray, count: int) -> Image.Image:
-    """Return the image blended with the colors of the predicted classes. `indices` are class indices (H, W)."""
+    """Return the image blended with the colors of the predicted classes. `indices` contains class indices (H, W)."""
     colors = Image.fromarray(class_colors(count)[indices])
     return Image.blend(image, colors, _OPACITY)
 

@@ -16,7 +16,7 @@ from efficient_ft.testing import Instead, MethodContracts, Row
 
 
 def sampled(method: Any, model: nn.Module, parameters: dict[str, Tensor], images: Tensor) -> Tensor:
-    """Compute the plain network, with weight gradients for some tokens and rows of the changed layers."""
+    """Run the network with the expected weight gradients of the changed layers, and return the logits."""
 
     def add(layer: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> Tensor:
         (x,), rows = arguments, math.ceil(method.rows * layer.out_features)
@@ -36,7 +36,7 @@ class TestContracts(MethodContracts):
         "every_nth": Row(
             EveryNth,
             {"n": 2},
-            why_no_off="what trains is the choice itself",
+            why_no_off="no value of n trains all parameters",
             instead=Instead.SAME_GRADIENTS,
             models=("vit", "resnet"),
             on_reference="exact",

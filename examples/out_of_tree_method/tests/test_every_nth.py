@@ -1,4 +1,4 @@
-"""Test EveryNth: the trained blocks, its order in a stack, and its errors."""
+"""Test the trained blocks of EveryNth, its position in a combination of methods, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test SampledRows: its counts, its choice of layers, its axes, and its errors."""
+"""Test the counted costs of SampledRows, its choice of layers, its axes, and its errors."""
 
 from __future__ import annotations
 

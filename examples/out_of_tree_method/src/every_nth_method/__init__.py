@@ -1,4 +1,4 @@
-"""Two methods for efficient-ft: a selection of blocks, and sampled weight gradients."""
+"""Two methods for efficient-ft. `EveryNth` selects blocks to train, and `SampledRows` samples weight gradients."""
 
 from every_nth_method.method import EveryNth
 from every_nth_method.sampled_rows import SampledRows

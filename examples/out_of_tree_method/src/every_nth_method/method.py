@@ -15,7 +15,7 @@ class EveryNth(Selection):
     """Train every n-th block and the head.
 
     Args:
-        n: distance between two trained blocks; 1 trains all blocks.
+        n: distance between two trained blocks. If `n` is 1, all blocks are trained.
 
     Raises:
         SettingError: If `n` is not an integer >= 1.

@@ -1,4 +1,4 @@
-"""Method that computes weight gradients from every n-th token, for a part of the rows of each weight."""
+"""Method that computes the gradients of the first rows of each weight from every n-th token."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 
 
 class _SampledLinear(torch.autograd.Function):
-    """Linear operation whose weight gradient has `rows` nonzero rows and uses every `stride`-th token."""
+    """Linear operation that computes the gradient of the first `rows` rows of the weight from every `stride`-th token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int) -> Tensor:
-        # Only tensors that are saved here are counted. All sizes are derived from shapes, so fake tensors work.
+        # Only tensors that are saved here are counted. All sizes are derived from shapes to support fake tensors.
         sampled = x[:, ::stride].contiguous() if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(sampled, weight if ctx.needs_input_grad[0] else None)
         ctx.rows, ctx.stride = rows, stride
@@ -58,16 +58,16 @@ class SampledLinear(nn.Linear):
 
 @register
 class SampledRows(Method):
-    """Compute weight gradients from every n-th token, for the first rows of each linear layer.
+    """Compute the gradients of the first rows of each weight from every n-th token.
 
     Args:
-        rows: fraction of the rows of each weight that receive a gradient, in (0, 1].
-        stride: distance between two stored tokens; 1 stores all tokens.
-        skip: parts of the names of layers that remain exact.
+        rows: fraction of the rows of each weight that receives a gradient, in (0, 1].
+        stride: distance between two stored tokens. If `stride` is 1, all tokens are stored.
+        skip: substrings of the names of layers whose gradients remain exact.
 
     Raises:
-        SettingError: If a value is outside of these ranges.
-        UserError: If the model has no linear layer on tokens. Raised when the method is applied.
+        SettingError: If an argument is outside of its range.
+        UserError: When the method is applied, if the model has no linear layer whose input is a sequence of tokens.
     """
 
     name = "sampled_rows"
@@ -92,9 +92,9 @@ class SampledRows(Method):
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
             elif layer.tokens.form != "tokens" or layer.reach is not None or type(layer.module) is not nn.Linear:
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "not a linear layer of tokens (B, N, C)")
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "not an nn.Linear with inputs (B, N, C)")
             elif foreign_forward(layer.module) is not None:
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "another library has changed its forward")
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "its forward method has been replaced")
             elif is_skipped(layer.name, self.skip):
                 skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
             else:
@@ -103,7 +103,7 @@ class SampledRows(Method):
             module.__class__ = SampledLinear
             module.sampled = math.ceil(self.rows * module.out_features), self.stride  # type: ignore[assignment]
         summary = (
-            f"{len(chosen)} layers use 1 of {self.stride} tokens and {self.rows:.0%} of the rows" if chosen else ""
+            f"{len(chosen)} layers train {self.rows:.0%} of the rows with 1 of {self.stride} tokens" if chosen else ""
         )
         return Applied(self.name, tuple(chosen), skipped, summary=summary)
 
