@@ -101,6 +101,7 @@ PAGES = files("docs/**/*.md", "examples/**/*.md", "README.md", "CHANGELOG.md", "
 
 
 @cache
+@cache
 def tokens(path: Path) -> list[tokenize.TokenInfo]:
     """The tokens of a Python file."""
     return list(tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline))

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 
 from efficient_ft.cli.started import malformed_environment
-from efficient_ft.cli.stopping import answer_after_forks, answer_signals, while_loading
+from efficient_ft.cli.stopping import answer_after_forks, answer_signals, leave, while_loading
 from efficient_ft.cli.streams import open_streams
+from efficient_ft.core.errors import TerminatedRun
+from efficient_ft.core.stopping import asked
 
 
 def main() -> None:
     """Run the command line of this process (`efficient_ft.cli.main.main`)."""
     open_streams()
-    answer_signals()
-    wrong = malformed_environment() or _no_folder()
-    if wrong is not None:
-        print(wrong, file=sys.stderr)
-        raise SystemExit(2)
-    with while_loading():
-        from efficient_ft.cli.main import main as run
-    answer_after_forks()
     try:
+        answer_signals()
+        wrong = malformed_environment() or _no_folder()
+        if wrong is not None:
+            print(wrong, file=sys.stderr)
+            raise SystemExit(2)
+        with while_loading():
+            from efficient_ft.cli.main import main as run
+        answer_after_forks()
         run()
+    except (KeyboardInterrupt, TerminatedRun):  # The signal arrived before `run` could handle it.
+        leave(asked[-1] if asked else signal.SIGINT)
     except SystemExit as leaving:
         if isinstance(leaving.code, int | None):
             _leave(leaving.code or 0)

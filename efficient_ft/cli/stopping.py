@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
+from types import FrameType
 from typing import Any, NoReturn, cast
 
 from efficient_ft.cli.started import first_process
@@ -68,7 +69,7 @@ def answer_after_forks() -> None:
         os.register_at_fork(before=partial(_fork, begins=True), after_in_child=in_child, after_in_parent=after)
 
 
-def _answer(number: int, frame: object) -> None:
+def _answer(number: int, frame: FrameType | None) -> None:
     global _last, _held
     now, _last = _last, time.monotonic()
     asked.append(number)
@@ -76,8 +77,17 @@ def _answer(number: int, frame: object) -> None:
         return
     if _forking:
         _held = number
-        return
-    raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
+    elif _in_hook(frame):  # Python also discards exceptions that the hook raises.
+        _answer_later(number)
+    else:
+        raise (_Interrupted() if number == signal.SIGINT else TerminatedRun(number))
+
+
+def _in_hook(frame: FrameType | None) -> bool:
+    """Return True if the function `_lost` is on the call stack of `frame`."""
+    while frame is not None and frame.f_code is not _lost.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _fork(begins: bool, in_child: bool = False) -> None:
@@ -124,7 +134,7 @@ def while_loading() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = answer(_leave)
+    before = answer(leave)
     try:
         yield
     finally:
@@ -132,7 +142,8 @@ def while_loading() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _leave(number: int, frame: object) -> NoReturn:
+def leave(number: int, frame: object = None) -> NoReturn:
+    """Print one sentence about the signal and end the process immediately."""
     word = "Interrupted" if number == signal.SIGINT else "Terminated"
     with suppress(OSError, ValueError, AttributeError):  # The streams may be closed.
         sys.stdout.flush()

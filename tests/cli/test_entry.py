@@ -42,3 +42,17 @@ def test_a_signal_before_the_training_is_one_sentence(
     assert process.returncode == status, error
     assert "Traceback" not in error
     assert said in error
+
+
+@pytest.mark.parametrize(("number", "said"), [(signal.SIGINT, "Interrupted"), (signal.SIGTERM, "Terminated")])
+def test_a_signal_before_libraries_are_loaded_is_one_sentence(number: signal.Signals, said: str) -> None:
+    code = f"""
+import signal
+from efficient_ft.cli import entry
+entry.malformed_environment = lambda: signal.raise_signal({int(number)})
+entry.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 128 + number
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1

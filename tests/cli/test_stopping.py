@@ -176,6 +176,33 @@ def test_an_exception_that_python_discards_is_raised_later(number: int, place: s
 
 
 @pytest.mark.parametrize("number", STATUS)
+def test_a_signal_that_is_sent_again_too_early_is_not_lost(number: int) -> None:
+    """On a busy machine, the signal can arrive again before the hook for discarded exceptions has returned."""
+    code = f"""
+        import signal, threading, time
+        from efficient_ft.cli.exits import clean_exits
+        from efficient_ft.cli.stopping import answer_signals
+
+        start = threading.Timer.start
+        def slow(timer):
+            threading.Timer.start = start
+            timer.start()
+            time.sleep(0.2)
+        threading.Timer.start = slow
+        class Finalized:
+            def __del__(self):
+                signal.raise_signal({int(number)})
+        answer_signals()
+        with clean_exits():
+            Finalized()
+            time.sleep(10)
+            print("went on")
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=50)
+    assert done.returncode == STATUS[signal.Signals(number)], done.stderr
+
+
+@pytest.mark.parametrize("number", STATUS)
 def test_a_signal_during_a_fork_leaves_no_lock_held(number: int) -> None:
     """The signal does not interrupt fork callbacks, in which libraries release their locks."""
     code = f"""

@@ -38,7 +38,10 @@ from tests.integrations.sessions import STACKS, by_hand, sgd_of, train
 
 
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize(("accumulate", "numbered"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("accumulate", "numbered"),
+    [pytest.param(1, False, marks=pytest.mark.slow), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 def test_a_session_trains_like_the_low_level_calls(stack: str, accumulate: int, numbered: bool) -> None:
     methods = STACKS[stack]()
     expected = by_hand(methods, accumulate=accumulate)

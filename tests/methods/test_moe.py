@@ -347,9 +347,12 @@ def test_experts_go_where_the_selection_trains() -> None:
     "other",
     [
         lambda: Checkpointing(),
-        lambda: BackRazor(sparsity=0.0, value_dtype="same"),
-        lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
-        lambda: LBPWHT(order=15),
+        pytest.param(lambda: BackRazor(sparsity=0.0, value_dtype="same"), marks=pytest.mark.slow),
+        pytest.param(
+            lambda: BackRazor(sparsity=0.0, value_dtype="same", norm_saves="input", recompute_inputs=False),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(lambda: LBPWHT(order=15), marks=pytest.mark.slow),
     ],
     ids=["checkpointing", "back_razor", "published", "lbp_wht"],
 )

@@ -56,7 +56,9 @@ def _network(name: str) -> nn.Module:
     return timm.create_model(name, num_classes=10)
 
 
-@pytest.mark.parametrize("network", NETWORKS)
+@pytest.mark.parametrize(
+    "network", [NETWORKS[0], *(pytest.param(network, marks=pytest.mark.slow) for network in NETWORKS[1:])]
+)
 @pytest.mark.parametrize("name", list(METHODS))
 def test_every_method_reports_in_a_line(name: str, network: str) -> None:
     model = copy.deepcopy(_network(network))

@@ -116,7 +116,14 @@ def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path)
     predicted = json.loads(shown[shown.index("[\n") : shown.index("]\n") + 1])
     assert abs(predicted[0]["number"] - true) < 0.3
     assert (tmp_path / "check" / "samples.png").is_file()
-    counted = _call(tmp_path, COMMAND, "cost", *data, *model)
+
+
+@pytest.mark.slow
+def test_a_kind_of_another_package_is_counted_and_planned(tmp_path: Path) -> None:
+    _install(tmp_path / "site")
+    _write_images(tmp_path / "images")
+    data = ["task=regression", "data=numbers", f"data.root={tmp_path / 'images'}"]
+    counted = _call(tmp_path, COMMAND, "cost", *data, "model=vit_digits", "method=full")
     assert "vit_digits, 32×32, 1 classes" in counted
     planned = _call(
         tmp_path, COMMAND, "plan", *data, "model=vit_digits", "memory=2GB", "loss=100", "--planning-time", "1s"
