@@ -15,7 +15,7 @@ from efficient_ft.methods.base import Method
 
 
 def main(batch_size: int = 16) -> dict[str, Executed]:
-    """Count the cost of a DeiT-S step for each recipe, print the costs relative to full fine-tuning, and return them."""
+    """Return the cost of a DeiT-S step for each recipe, and print the costs relative to full fine-tuning."""
     recipes: dict[str, list[Method]] = {
         "full": [Full()],
         "last stage": [LastStage()],

@@ -55,7 +55,7 @@ def main(steps: int = 6) -> dict[str, torch.Tensor]:
         print(report)
     assert [report.method for report in callback.reports] == ["bsr", "back_razor"]
     weights = plain_state_dict(model.timm_model, callback.methods)
-    # The callback freezes BatchNorm statistics (frozen_bn=True), even in training mode.
+    # By default (frozen_bn=True), the callback freezes BatchNorm statistics even in training mode.
     assert all(torch.equal(weights[name], before) for name, before in statistics.items())
     print("BatchNorm statistics are unchanged")
     print(f"{trainer.state.global_step} steps. The first of {len(weights)} saved tensors is {next(iter(weights))}.")

@@ -1,8 +1,8 @@
 """Apply methods to a LightningModule with a callback. The LightningModule is not changed.
 
 LISA trains two blocks in each step, and a mixture of experts replaces the MLP of the last block. The callback adds the
-balance loss of the experts to the result of `training_step` and freezes BatchNorm statistics. It rejects strategies
-that are not compatible with the methods, and stores the state of the methods in the checkpoint.
+balance loss of the experts to the result of `training_step` and freezes BatchNorm statistics. The callback rejects
+strategies that are not compatible with the methods, and stores the state of the methods in the checkpoint.
 
     python examples/lightning_module.py
     python examples/lightning_module.py --devices 2    # two processes on the CPU

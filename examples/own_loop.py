@@ -21,7 +21,7 @@ from efficient_ft.methods import LBPWHT, ALaST
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """Return the digit images, with shape (1797, 3, 32, 32) and values in [-1, 1], and their labels, in random order."""
+    """Return digit images of shape (1797, 3, 32, 32) with values in [-1, 1], and their labels, in random order."""
     images, labels = load_digits()
     images = torch.tensor(images, dtype=torch.float32)[:, None] / 8 - 1
     order = torch.randperm(len(images))
@@ -42,7 +42,7 @@ def main(steps: int = 60, batch_size: int = 32, file: str | None = None) -> floa
             print(report)
         optimizer = torch.optim.AdamW(session.parameters(), lr=2e-3)
         for step in range(steps):
-            batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images are test images
+            batch = torch.randint(len(images) - 256, (batch_size,))  # the last 256 images are used for testing
             with session.step(step):
                 loss = session.loss(F.cross_entropy(model(images[batch]), labels[batch]))
                 loss.backward()

@@ -1,8 +1,7 @@
-"""Determine the cost of a training step in four ways. Results that are determined in different ways are never mixed.
+"""Determine the cost of a training step in three ways. Results that are determined in different ways are never mixed.
 
 * executed: FLOPs and bytes of the executed operations. These counts are the same on any machine.
-* measured: time of the step. The steps of a baseline are timed alternately.
-* process: resident memory of the process.
+* measured: time of the step, relative to a baseline whose steps alternate with it, and resident memory of the process.
 * published: costs computed with the formulas of the papers.
 """
 

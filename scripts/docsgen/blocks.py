@@ -145,8 +145,8 @@ def printed_accuracies(name: str, group: str = "") -> str:
         table_command.main([name, "--rows", rows, "--form", "markdown", "--columns", "accuracy"])
     shown = out.getvalue().replace("\n", "; ", 1).replace(":\n- ", ":\n\n- ")
     return (
-        f"{shown}\nThe paper reports these accuracies. They were not measured in this project. To print the complete"
-        f" table, run `efficient-ft table {name}`."
+        f"{shown}\nThese accuracies are copied from the paper and were not measured in this project. To print the"
+        f" complete table, run `efficient-ft table {name}`."
     )
 
 

@@ -30,7 +30,7 @@ SELECT = (
     " method that selects parameters, or `keep` (which does not change `requires_grad`)"
 )
 
-#: Measurements with plain full fine-tuning as baseline, and the labels of their recipes.
+#: Measurements whose baseline is plain full fine-tuning, and the labels of the measured recipes.
 MEASUREMENTS = {"memory": "memory", "memory_process": "memory_process", "tokens": "tokens", "stacked": "tokens",
                 "methods": "methods", "memory_gpu": "memory_gpu", "memory_gpu_bf16": "memory_gpu"}  # fmt: skip
 

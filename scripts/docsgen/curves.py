@@ -32,10 +32,7 @@ def seconds(runs: list[Curve]) -> float:
 
 
 def until(runs: list[Curve], accuracy: float) -> float:
-    """Return the mean time in seconds until the end of the first epoch whose test accuracy is at least `accuracy`.
-
-    The time is infinite if a run does not reach this accuracy.
-    """
+    """Return the mean time in seconds until the end of the first epoch that reaches `accuracy`, or infinity."""
     return statistics.mean(next((at for at, found in run if found >= accuracy), math.inf) for run in runs)
 
 

@@ -110,7 +110,10 @@ def conditions(file: str) -> str:
     facts = [f"torch {torch}"]
     facts += [data["dtype"]] if "dtype" in data else []
     facts += [f"batch size {data['batch']}"] if "batch" in data else []
-    text = f"Measured on {environment['date'][:10]} on an {device}{threads}, using {markdown.listed(facts)}."
+    text = (
+        f"The values were measured on {environment['date'][:10]} on an {device}{threads},"
+        f" using {markdown.listed(facts)}."
+    )
     text += f" {how or f'Times are medians of {rounds(file)} rounds, and each round measures all variants in turn.'}"
     allocator = environment.get("allocator", "system")
     if on_cpu and allocator != "system":

@@ -125,7 +125,7 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
         return unwrapped(capsys.readouterr().err)
 
     common = [f"--weights={weights}", "--model=vit_digits", "--sizes=28"]
-    assert "nowhere: no such folder." in refused(*common, f"--images={tmp_path / 'nowhere'}")
+    assert "nowhere does not exist." in refused(*common, f"--images={tmp_path / 'nowhere'}")
     (tmp_path / "empty").mkdir()
     assert "class folders (CLASS/*.jpg)" in refused(*common, f"--images={tmp_path / 'empty'}")
     images = _draw(tmp_path / "images", 2)

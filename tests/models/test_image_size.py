@@ -18,10 +18,10 @@ from tests.models.small_vit import SMALL, small
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"image_size": 100}, r"a multiple of 16, .*, got 100\. Only 96 of 100 pixels would be used\. Use 96 or 112\."),
-        ({"image_size": (100, 128)}, r"a multiple of 16, .*, got \[100,128\]\. Only 96×128 of 100×128 .* \[112,128\]"),
-        ({"kwargs": {**SMALL, "patch_size": 10}}, r"a multiple of 10, .*, got 224\. Only 220 of 224 .* 220 or 230"),
-        ({"name": "convnext_atto", "kwargs": {}, "image_size": 50}, r"a multiple of 4, .* Use 48 or 52"),
+        ({"image_size": 100}, r"a multiple of 16 .*, got 100\. Only 96 of 100 pixels would be used\. Use 96 or 112\."),
+        ({"image_size": (100, 128)}, r"a multiple of 16 .*, got \[100,128\]\. Only 96×128 of 100×128 .* \[112,128\]"),
+        ({"kwargs": {**SMALL, "patch_size": 10}}, r"a multiple of 10 .*, got 224\. Only 220 of 224 .* 220 or 230"),
+        ({"name": "convnext_atto", "kwargs": {}, "image_size": 50}, r"a multiple of 4 .* Use 48 or 52"),
     ],
 )
 def test_an_image_size_of_which_pixels_are_unused(changes: dict[str, Any], said: str) -> None:

@@ -111,7 +111,7 @@ def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_length": 65}, r"model\.max_length must be at most 64, the positions of bert, got 65"),
+        ({"max_length": 65}, r"model\.max_length must be at most 64 \(positions of bert\), got 65"),
         ({"kwargs": {"to_dict": 8}}, r"model\.kwargs\.to_dict must be an argument of bert"),
         ({"kwargs": {"return_dict": False}}, r"model\.kwargs\.return_dict must be unset"),
         ({"name": "./bert"}, r"model\.name must be OWNER/NAME on the hub.*model\.weights=DIR"),

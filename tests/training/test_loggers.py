@@ -108,7 +108,7 @@ def test_a_logger_that_is_not_installed_is_named(tmp_path, configuration, monkey
             raise ModuleNotFoundError(name)
 
     monkeypatch.setattr(loggers, {"wandb": "WandbLogger", "tensorboard": "TensorBoardLogger"}[name], Missing)
-    with pytest.raises(UserError, match=rf"not installed\. Install it: pip install {name}$"):
+    with pytest.raises(UserError, match=rf"not installed\. Run pip install {name}\.$"):
         run(configuration(logger={"name": name}), tmp_path)
 
 

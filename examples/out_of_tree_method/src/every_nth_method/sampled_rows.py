@@ -19,7 +19,7 @@ from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 
 
 class _SampledLinear(torch.autograd.Function):
-    """Linear operation that computes the gradient of the first `rows` rows of the weight from every `stride`-th token."""
+    """Linear operation that computes the gradient of the first `rows` weight rows from every `stride`-th token."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rows: int, stride: int) -> Tensor:
@@ -67,7 +67,7 @@ class SampledRows(Method):
 
     Raises:
         SettingError: If an argument is outside of its range.
-        UserError: When the method is applied, if the model has no linear layer whose input is a sequence of tokens.
+        UserError: If no linear layer of the model processes a sequence of tokens. Raised when the method is applied.
     """
 
     name = "sampled_rows"
@@ -92,9 +92,9 @@ class SampledRows(Method):
                 assert layer.why_not is not None
                 skipped[layer.name] = layer.why_not
             elif layer.tokens.form != "tokens" or layer.reach is not None or type(layer.module) is not nn.Linear:
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "not an nn.Linear with inputs (B, N, C)")
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "the layer is not an nn.Linear on tokens (B, N, C)")
             elif foreign_forward(layer.module) is not None:
-                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "its forward method has been replaced")
+                skipped[layer.name] = Skipped(Reason.OTHER_FORM, "the forward method of the layer has been replaced")
             elif is_skipped(layer.name, self.skip):
                 skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
             else:
@@ -103,7 +103,7 @@ class SampledRows(Method):
             module.__class__ = SampledLinear
             module.sampled = math.ceil(self.rows * module.out_features), self.stride  # type: ignore[assignment]
         summary = (
-            f"{len(chosen)} layers train {self.rows:.0%} of the rows with 1 of {self.stride} tokens" if chosen else ""
+            f"{len(chosen)} layers train {self.rows:.0%} of their rows with 1 of {self.stride} tokens" if chosen else ""
         )
         return Applied(self.name, tuple(chosen), skipped, summary=summary)
 
