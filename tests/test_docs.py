@@ -327,7 +327,7 @@ def test_settings_of_a_card_are_those_of_the_yaml(card):
         for option, cell in zip(options if len(options) == 1 else columns, row[2:-1], strict=True):
             shown[option][row[0].strip("`")] = cell.strip("`")
     for option, given in options.items():
-        wanted = {key: "must be given" if value == "???" else value for key, value in given.items()}
+        wanted = {key: "required" if value == "???" else value for key, value in given.items()}
         assert shown[option].keys() == wanted.keys()
         for key, value in wanted.items():
             same = shown[option][key] if isinstance(value, str) else yaml.safe_load(shown[option][key])

@@ -100,7 +100,7 @@ def measure(model: nn.Module, compared: Sequence[Candidate], batches: Iterable[B
 
     Returns:
         A dict with ``top1`` (accuracy of the plain network) and ``full_rank`` (relative error of LBP-WHT if all bases
-        are used). If ``full_rank`` is zero up to rounding errors, only the projection causes errors.
+        are used). If ``full_rank`` is zero up to rounding errors, the projection is the only source of errors.
     """
     members, blocks = groups(model), view(model).blocks
     accuracies: list[float] = []

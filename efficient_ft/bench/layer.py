@@ -190,8 +190,8 @@ def _profiled(
 
     Returns:
         A dict with the times in seconds of matrix products and convolutions (``products``), of other operators
-        (``passes``), and of dispatch, Python and waiting (``rest``). The dict also contains the number of FLOPs per
-        second of the products (``rate``) and the number of operator calls (``calls``).
+        (``passes``), and of dispatch, Python and waiting (``rest``). The dict also contains the throughput of the
+        products in FLOP/s (``rate``) and the number of operator calls (``calls``).
     """
     on_gpu, wait = g.device.type == "cuda", waiter(g.device)
     with torch.autocast(g.device.type, dtype=dtype, enabled=dtype != torch.float32):

@@ -1,4 +1,4 @@
-"""Compare steps of low-bit AdamW with `torch.optim.AdamW` on the same gradients."""
+"""Compare optimizer steps of low-bit AdamW and `torch.optim.AdamW` on the same gradients."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def check_commandline(arguments: Any) -> list[ComposedJob]:
         raise UserError("-m starts a process for each job. Use -m without torchrun and srun, or run each job alone.")
     for name in () if _sweeps(arguments) else ("jobs", "job_timeout"):
         if any(text.startswith(f"{name}=") for text in arguments.overrides):
-            show(f"note: {name} has no effect on a single run. The setting applies to sweeps (-m).", sys.stderr)
+            show(f"note: {name} has no effect on a single run. The setting applies only to sweeps (-m).", sys.stderr)
     # The jobs of a sweep or a submission train in separate processes, which select their own allocators.
     if composed and not _sweeps(arguments) and not slurm.submits(arguments.overrides):
         restart_with(composed[0].config.allocator)

@@ -49,7 +49,7 @@ def mistake(
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
-#: Names of each setting in other tools. If one of these names is used, the error message suggests the setting.
+#: Names that other tools use for each setting. If one of these names is used, the error message suggests the setting.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
     "optim.weight_decay": "wd l2 decay",

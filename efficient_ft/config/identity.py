@@ -43,7 +43,7 @@ def _content(data: DataConfig) -> dict[str, Any]:
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     if data.on_corrupt == "stop":
         del what["max_pixels"]  # Without skipped images, this limit has no effect.
-    # The path identifies a folder of images. A published data set is the same at every path.
+    # A folder of images is identified by its path. A published data set is the same regardless of its path.
     root = what.pop("root")
     return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
 

@@ -30,9 +30,9 @@ class KindRules:
     Attributes:
         name: Value of ``task``.
         data: Names of the kind's data sets (``data.name``).
-        family: Family of the kind's networks. See `config.schema.ModelConfig.family`.
+        family: Family of the networks for this kind of task. See `config.schema.ModelConfig.family`.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "" if there is none.
-        section_words: Description of a valid section for messages.
+        section_words: Description of a valid section, used in messages.
         data_words: Property of the data sets and a hint for messages, or None for the default kind, whose messages name
             the setting ``task`` instead.
         model_words: Property of the networks and a hint for messages.
@@ -69,7 +69,8 @@ class KindRules:
     def refuse_unsupported(self, config: Config, where: str) -> None:
         """Raise a SettingError if the kind does not support stored features or the value of ``trainer.prefix``.
 
-        `where` is appended to the constraint in the message.
+        `where` is the condition (for example, "with task=segmentation") that the error message adds after the allowed
+        values.
         """
         trainer = config.trainer
         if trainer.cache_features == "on" and "cache_features" in self.unsupported:

@@ -210,7 +210,9 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Settings of the optimizer, its memory, the learning-rate schedule, label smoothing and gradient clipping."""
+    """Settings of the optimizer (including the storage of its state), the learning-rate schedule, label smoothing and
+    gradient clipping.
+    """
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]

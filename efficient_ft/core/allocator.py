@@ -7,7 +7,8 @@ allocators tcmalloc and mimalloc also keep freed memory for reuse. tcmalloc wast
 (`benchmarks/allocators_*.json`), but no Python package contains tcmalloc. tcmalloc and mimalloc must be loaded before
 the first allocation. Therefore, the program restarts with the library in ``LD_PRELOAD``.
 
-The functions of this module change the process, so only programs use them. Imports do not change the allocator.
+The functions of this module modify or restart the process. Therefore, only the command-line programs call these
+functions, and the library does not. Imports do not change the allocator.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _PRELOADED = {
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
 #: Environment variables that are set for the allocators, unless the user has set them. Huge pages (THP_MEM_ALLOC_ENABLE
-#: in torch) are not enabled, because they do not speed up steps and increase the memory of some recipes with mimalloc.
+#: in torch) are not enabled. With mimalloc, they do not make steps faster, and increase the memory of some recipes.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # freed memory is kept, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",

@@ -29,7 +29,8 @@ KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:
-    """Return a dict from the names of all packages that add methods or kinds of task to their configuration folders.
+    """Return a dict that maps package names to configuration folders. The dict contains every package that adds methods
+    or kinds of task.
 
     Raises:
         UserError: If a package cannot be found, a method has no YAML file, or the YAML file does not name the method.

@@ -36,7 +36,7 @@ _earlier_peak = 0
 def lifetime_peak_bytes() -> int:
     """Return the peak resident memory of this process since its start, in bytes (``VmHWM``).
 
-    The result includes peaks that occurred before `HighWaterMark` reset the system's mark.
+    The result includes peaks that occurred before `HighWaterMark` reset the high-water mark of the process.
     """
     return max(_earlier_peak, _system_mark() or 0, resident_bytes())
 

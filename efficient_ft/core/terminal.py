@@ -18,7 +18,8 @@ from efficient_ft.core.text import filled, plain_text, printable, terminal_width
 _WIDEST_PROSE = 120
 #: Placeholder for the spaces of a path while a line is wrapped.
 _SPACE = "\ue000"
-#: Pattern of a quoted setting in a message. Settings are not broken, so that users can paste them into a shell.
+#: Pattern of a quoted setting in a message. Settings are not split across lines, so that users can paste them into a
+#: shell.
 _SETTING = re.compile(r"'[\w.]+=[^'\n]*'")
 _YELLOW, _PLAIN = "\x1b[33m", "\x1b[0m"
 

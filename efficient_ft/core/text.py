@@ -23,8 +23,8 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
-#: Pattern of the first characters of cells that spreadsheets evaluate as formulas, and pattern of numbers. Numbers are
-#: not formulas even if they begin with one of these characters.
+#: Regular expressions for the first character of a cell that spreadsheets evaluate as a formula, and for numbers.
+#: Numbers are not formulas even if they begin with one of these characters.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-](inf|nan)?")
 #: Characters that Markdown uses for escapes, table cells, links and code.
@@ -34,7 +34,8 @@ _MARKUP = re.compile(r"[\\|\[\]`]")
 def csv_cell(text: str) -> str:
     """Format `text` for a cell of a CSV file, so that spreadsheets do not evaluate it as a formula.
 
-    An apostrophe is prepended to text that begins like a formula, but not to numbers. Control characters are escaped.
+    Text that begins like a formula is prefixed with an apostrophe, unless it is a number. Control characters are
+    escaped.
     """
     plain = plain_text(text)
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
@@ -86,7 +87,9 @@ def display_width(text: str) -> int:
 
 
 def padded(text: str, width: int, left: bool = True) -> str:
-    """Pad `text` with spaces to `width` terminal columns, on the right if `left` is True, otherwise on the left."""
+    """Pad `text` with spaces to `width` terminal columns. The text is left-aligned if `left` is True, and right-aligned
+    otherwise.
+    """
     space = " " * (width - display_width(text))
     return text + space if left else space + text
 
@@ -172,7 +175,7 @@ def table(
     is still too wide, it is divided into several tables, each of which begins with the first column.
 
     Args:
-        rows: header row and body rows. Missing cells are empty.
+        rows: header row and body rows. Rows with fewer cells than the widest row are padded with empty cells.
         left: indices of the text columns, which are aligned to the left. Other columns are aligned to the right.
         rule: character of the line below the header. If empty, there is no line.
         whole: indices of the columns that are never wrapped, for example columns of paths.

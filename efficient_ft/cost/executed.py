@@ -14,8 +14,8 @@ The step runs on a copy of the model and its methods, with fake tensors of the g
 * **Peak** size of all live tensors in the forward and backward pass of the batch, including parameters, buffers, the
   batch, gradients and recomputed tensors. torch.cuda.max_memory_allocated reports this size plus the rounding of the
   allocator and the workspaces of kernels. The optimizer's state is *not* included. If an optimizer updates parameters
-      inside the backward pass, the counted step does the same: gradients are freed one by one, and the temporary
-      tensors of the updates are counted.
+  inside the backward pass, the counted step does the same: each gradient is freed after its update, and the
+  temporary tensors of the updates are counted.
 * **Optimizer bytes**: size of the optimizer's state after every parameter has been updated. The optimizer's state is
   counted only if an optimizer is given.
 

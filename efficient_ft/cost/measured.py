@@ -1,4 +1,4 @@
-"""Measure the time and peak memory of training steps on this machine, alternately with a baseline."""
+"""Measure the time and peak memory of training steps on this machine, alternating with steps of a baseline."""
 
 from __future__ import annotations
 

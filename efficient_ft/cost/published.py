@@ -125,7 +125,7 @@ class Operation:
         name: full name of the module that runs the operation or owns its weight.
         kind: ``product`` (of activations and weights), ``attention`` (two products and softmax), ``norm``,
             ``activation`` or ``relu``.
-        tmp: size of the input and the output, which exist during the operation.
+        tmp: total size of the input and the output, both of which exist during the operation.
         saved: number of saved bytes without packing. For ``relu``, one bit per element is saved.
         macs: multiply-adds.
         residual: size of the block inputs that are stored during the operation.
@@ -176,9 +176,9 @@ def published(
     """Apply a paper's formula to a training step of `model`. Parameters that require gradients count as trained.
 
     Args:
-        model: classifier of images (B, in_chans, H, W), on any device. The model is not changed. Methods of the memory
-            axis have no effect, because `keeping` describes the storage. Methods that drop tokens in evaluation change
-            the result.
+        model: image classifier, on any device. Its input has shape (B, in_chans, H, W). The model is not changed.
+            Methods of the memory axis have no effect, because `keeping` describes the storage. Methods that drop tokens
+            in evaluation change the result.
         batch_size: number of images in the batch.
         input_size: (H, W) of the images.
         keeping: storage of activations. In a model with attention, only activations in the blocks are packed: as in the

@@ -55,7 +55,7 @@ class RunFlops:
         """Begin a batch. Call this method before the forward pass.
 
         Args:
-            number: number of the training batch in the run, counted from 0.
+            number: index of the training batch in the run, starting at 0.
             kind: key that identifies everything on which the cost depends, for example the shape and the data set.
         """
         self.close()

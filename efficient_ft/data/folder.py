@@ -203,7 +203,7 @@ def _scan_eval(
         )
     found = {name: paths for name, paths in found.items() if paths}
     if not found:
-        raise UserError(f"There are no images in class folders in {where}. {_EXTENSIONS}{_other_files(ignored)}")
+        raise UserError(f"No images were found in the class folders of {where}. {_EXTENSIONS}{_other_files(ignored)}")
     others.update(ignored)
     return _samples(found, names)
 

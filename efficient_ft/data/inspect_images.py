@@ -81,7 +81,7 @@ def inspect_images(
 ) -> Inspection:
     """Inspect the images of a data set, given its splits.
 
-    By default, an evenly spread sample of the images is inspected. If `thorough` is True, every image is decoded to
+    By default, an evenly spaced subset of the images is inspected. If `thorough` is True, every image is decoded to
     find all unreadable files and duplicates. The sizes of the images are always compared with `input`.
     """
     decoding, found = decoding or Decoding(), Inspection()

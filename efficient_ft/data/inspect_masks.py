@@ -179,7 +179,8 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
 
     `pixels` contains the number of pixels of both classes in each of N masks: int64 (N, 2).
 
-    The masks are divided into two groups, in which the foreground covers at most half or more than half of the pixels.
+    The masks are divided into two groups: masks in which the foreground covers at most half of the pixels, and masks in
+        which it covers more than half.
     A warning is added only if no foreground fraction is close to one half, and if the median foreground fraction of the
     first group is similar to the median background fraction of the second group.
     """

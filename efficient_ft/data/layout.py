@@ -287,8 +287,8 @@ def _without_train(top: Folder, named: Mapping[str, Split], by_split: _BySplit) 
         raise UserError(_without_classes(top, list(folders.values())))
     if named and not rest:
         raise UserError(
-            f"The folder {printable(top.path.absolute())} contains {some(sorted(named))}/, but no folder train/ with class"
-            " folders. Add the training images, or specify their folder with 'data.splits={train: FOLDER}'."
+            f"The folder {printable(top.path.absolute())} contains {some(sorted(named))}/, but no folder train/ with"
+            " class folders. Add the training images, or specify their folder with 'data.splits={train: FOLDER}'."
         )
     _refuse_wrapper(top)
     layout = Layout({"train": [top]}, loose=top.images)

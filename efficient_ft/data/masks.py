@@ -344,8 +344,9 @@ def read_mask(
 ) -> np.ndarray:
     """Read a mask as class indices, uint8 (H, W), and apply the EXIF orientation. Unlabeled pixels are `IGNORED`.
 
-    `size` is the (width, height) of the image. Raise `UserError` if the file cannot be read, if the mask has a
-    different size, colors instead of ids, or values without a class, or if `labeled` is True and no pixel has a label.
+    `size` is the (width, height) of the image. Raise `UserError` in the following cases: the file cannot be read; the
+    size of the mask differs from `size`; the mask contains colors instead of ids; a value has no class; or `labeled` is
+    True and no pixel has a label.
     """
     pixels = read_pixels(path, orientation)
     height, width = pixels.ids.shape
@@ -353,7 +354,7 @@ def read_mask(
         factor = width / size[0]
         advice = ""
         if abs(factor - height / size[1]) < 0.02 * factor:
-            advice = " If the mask was resized, save it in the size of its image with nearest-neighbor interpolation."
+            advice = " If the mask was resized, resize it to the size of its image with nearest-neighbor interpolation."
         raise UserError(
             f"{printable(path)}: the size of the mask is {width}×{height}, but the size of its image is"
             f" {size[0]}×{size[1]}. Both sizes must be equal.{advice}"
@@ -393,7 +394,7 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
 
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
-    """Return sorted numbers as text. Consecutive numbers are combined into ranges: ``0 to 3``, ``7``."""
+    """Format sorted numbers as a list of strings. Consecutive numbers are combined into ranges: ``0 to 3``, ``7``."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:

@@ -1,8 +1,8 @@
 """Load several data sets in round-robin order, with one optimizer step for each task in turn.
 
 Optimizer step k uses task k mod T of T tasks. The largest data set determines the number of rounds in an epoch. Smaller
-data sets are repeated in a new order, even within an epoch. All orders depend only on the seed and on counters, so a
-resumed run continues with the next batch.
+data sets are repeated in a new order, even within an epoch. The order of the samples depends only on the seed and on
+counters, so a resumed run continues with the next batch.
 """
 
 from __future__ import annotations

@@ -346,7 +346,7 @@ class Reader:
         return Row((text,), clean_name(printable(label)), printable(path), None, None if text else "no text")
 
     def _refuse_unclear(self, split: Split, folder: Path) -> None:
-        """Raise `UserError` if the inner folders may be either parts of the data set or classes."""
+        """Raise `UserError` if it is ambiguous whether the inner folders are parts of the data set or classes."""
         labeled = [place for place in folders_in(folder) if place.name.casefold() not in _UNLABELED]
         used = [place for place in labeled if has_texts(place, bare=True)]
         inner = {place: sorted(sub.name for sub in folders_in(place) if has_texts(sub, bare=True)) for place in used}

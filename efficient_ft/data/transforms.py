@@ -29,7 +29,7 @@ _BANDS = (
 class Transform:
     """Transform a PIL image into a normalized tensor, as in the LBP-WHT recipe.
 
-    The evaluation steps are Resize(size) and normalization. The training steps with ``resize_crop`` are
+    The evaluation steps are Resize(size) and normalization. With ``resize_crop``, the training transforms are
     Resize(`resize`), RandomResizedCrop(size), flips and normalization. Random numbers are drawn from torch's CPU
     generator, which the caller seeds.
 
@@ -133,7 +133,9 @@ class Transform:
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Transform an RGB image or an image file into float32 (C, H, W). Raise `UserError` if reading fails."""
+        """Convert an RGB image, or an image file, to a float32 tensor of shape (C, H, W). Raise `UserError` if reading
+        fails.
+        """
         if not isinstance(image, Image.Image):
             image = self.read(image)
         return self.normalize([self.augment(self.resize(image))])[0]

@@ -115,7 +115,7 @@ class MethodSession:
         self._last: int | None = None  # number of the last completed step of this training run
         self._block: int | None = None  # number of the step whose ``with`` block is running
         self._losses = 0
-        self._stepped: list[Optimizer] = []  # optimizers that have stepped in the current step
+        self._stepped: list[Optimizer] = []  # optimizers whose step() has been called in the current step
         self._updated = False  # True if parameters were updated inside the backward pass
         self._checked = False
         self._counted: Executed | None = None

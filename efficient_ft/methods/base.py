@@ -127,8 +127,8 @@ class Method(ABC):
         acts_per_step: True if the training loop must call `step_begin` and `step_end`. If the training loop does not
             make these calls, a warning is issued at the second backward pass. Overrides of `step_begin` and `step_end`
             must call ``super()``.
-        candidates: settings that ``efficient-ft plan`` examines. If the tuple is empty, ``efficient-ft plan`` examines
-            the method only if the user names the method.
+        candidates: settings that ``efficient-ft plan`` examines. If empty, ``efficient-ft plan`` does not examine the
+            method unless the user specifies it.
     """
 
     name: ClassVar[str]
@@ -257,7 +257,7 @@ class Method(ABC):
                 pretrained network, parts outside of this network are treated as new and are always trained.
 
         Returns:
-            The report, which lists the touched parts and the skipped parts.
+            A report that lists the changed parts and the skipped parts of the model.
 
         Raises:
             UserError: If the model is compiled or wrapped (DataParallel, DDP, FSDP), if the model does not meet a
@@ -443,7 +443,7 @@ def _update_reports(
 def plain_state_dict(
     model: nn.Module, methods: Sequence[Method], *, copy_weights: bool = True
 ) -> dict[str, torch.Tensor]:
-    """Return all weights on the CPU, with merged adapters and with the names of the pretrained model.
+    """Return all weights on the CPU, with adapters merged and with the parameter names of the pretrained model.
 
     `model` is not changed. Modules that were added by methods with ``merges = False`` cannot be merged and keep their
     names.

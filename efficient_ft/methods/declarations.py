@@ -20,7 +20,7 @@ class Axis(StrEnum):
 
     @property
     def does(self) -> str:
-        """Phrase for messages that describes the effect of methods on this axis."""
+        """Phrase that describes the effect of this axis's methods. Used in messages."""
         return _DOES[self]
 
 

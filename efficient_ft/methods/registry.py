@@ -176,7 +176,7 @@ def broken_contract(method: Any) -> str | None:
 
 
 def _broken_declaration(declared: Any) -> str | None:
-    """Return a phrase about the first invalid declaration, or None if all declarations are valid."""
+    """Return a description of the first invalid declaration, or None if all declarations are valid."""
     for attribute, enumeration in (("axis", Axis), ("other_axes", Axis), ("adds", Adds), ("needs", Needs)):
         value = getattr(declared, attribute, None)
         values = [value] if attribute == "axis" else value

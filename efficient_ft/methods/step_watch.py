@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-#: Number of backward passes outside of a step, or of steps without a call of `step_end`, after which a warning is
-#: issued. A single occurrence may be caused by a trial run.
+#: Number of backward passes outside of a step after which a warning is issued. The limit also applies to steps in which
+#: `step_end` is not called. A single occurrence may be caused by a trial run.
 _PATIENCE = 2
 
 

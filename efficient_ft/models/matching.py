@@ -200,9 +200,10 @@ def compare(
 ) -> Fit:
     """Compare tensors of a file, `given`, with the tensors of a network, `own`.
 
-    `given` contains the tensors whose names start with `prefix`, by name without the prefix. `heads` contains the names
-    of the network's classifiers. `offset` is the number of additional classes at the start of a published classifier.
-    `lenient` is True if the network's library ignores names that belong to other variants of the network.
+    `given` contains the tensors whose names start with `prefix`. The keys are the names without the prefix. `heads`
+    contains the names of the network's classifiers. `offset` is the number of additional classes at the start of a
+    published classifier. `lenient` is True if the network's library ignores names that belong to other variants of the
+    network.
     """
     given = {n: v.reshape(()) if n in own and own[n].ndim == 0 and v.numel() == 1 else v for n, v in given.items()}
     new: dict[str, str] = {}

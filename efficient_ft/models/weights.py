@@ -40,7 +40,7 @@ _ABSURD = 1e15
 def load_weights(
     config: ModelConfig, kwargs: dict[str, Any], random: nn.Module, cfg: PretrainedCfg, path: Path
 ) -> nn.Module:
-    """Create a timm model with the weights of a file, and store the `LoadingReport` on the model.
+    """Create a timm model, load its weights from a file, and store the `LoadingReport` on the model.
 
     timm converts names and resizes position embeddings and attention biases. The file may also be an .npz file with the
     original JAX weights of the ViT family.
@@ -79,7 +79,8 @@ def match_timm(
     encoder of a segmentation network, `decoder` is the configuration of this network.
 
     Returns:
-        The contents that were searched, the fit, and a model into which the tensors of the fit can be loaded.
+        The contents that were searched, the result of matching them to the model (`Fit`), and a model into which the
+        matched tensors can be loaded.
     """
     own = random.state_dict()
     heads = (cfg.classifier,) if isinstance(cfg.classifier, str) else tuple(cfg.classifier or ())

@@ -44,7 +44,7 @@ class Thresholds(PackingState):
         refresh: Number of steps between refreshes. Thresholds are recomputed in every step whose number is a multiple
             of `refresh`. The threshold of a layer that is frozen in such a step is recomputed at its next use.
         step: Number of completed optimizer steps.
-        by_name: Thresholds. The keys are the names of parameters, and `PackContext.name` for inputs.
+        by_name: Thresholds. The keys are parameter names for weights and `PackContext.name` for inputs.
         computed: Step in which each threshold was computed, with the same keys.
     """
 

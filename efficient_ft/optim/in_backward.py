@@ -115,7 +115,9 @@ class SteppedInBackward(Optimizer):
         self._updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, which equals the state after ordinary training."""
+        """Return the state of the inner optimizer, which is identical to its state after training without steps inside
+        the backward pass.
+        """
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

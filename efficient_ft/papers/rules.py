@@ -96,8 +96,8 @@ class CountSettings:
         methods: methods that are applied to the model, in order.
         keeping: format in which activations are stored.
         rule: cost formula of the paper.
-        unit: number of bytes per unit of memory.
-        input_size: (height, width) of images in pixels, or (tokens,) of texts.
+        unit: number of bytes in the paper's unit of memory, for example 2**20 for MiB.
+        input_size: (height, width) of images in pixels, or (tokens,) for texts.
         classes: number of classes.
         frozen_norms: True if the scales and shifts of normalization layers are frozen, as in Back Razor's CNNs.
         parameters: rule for counting parameters: 4 bytes per trained and 1 byte per frozen parameter (``rule``), 1 byte
@@ -243,7 +243,8 @@ def count_cost(of: CountSettings) -> CountedCost:
         for name in alike:
             model.get_parameter(name).requires_grad_(True)
         # The published count of linear and normalization layers depends on which of their weights are trained. However,
-        # no gradient passes through attention and GELU before the first listed block, even if its parameters train.
+        # attention and GELU before the first listed block receive no gradient, even if parameters of earlier blocks are
+        # trained.
         trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
         both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))

@@ -85,7 +85,7 @@ class Excluded:
     """Recipe that is not an option, because it cannot be used, exceeds the budget, or was not examined.
 
     Attributes:
-        name: name in tables.
+        name: name of the recipe in tables.
         reason: reason why the recipe is excluded.
         process_bytes: budget that the recipe needs, or None if the recipe was not counted.
         exactness: exactness class of the updates, or None if the recipe was not counted.

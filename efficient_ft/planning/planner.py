@@ -313,7 +313,9 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count a candidate and predict its memory, in the same way as a run."""
+        """Count the FLOPs and bytes of a candidate recipe, and predict its memory usage in the same way as at the start
+        of a run.
+        """
         own = candidate.arguments(self.base)
         settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}
@@ -446,7 +448,7 @@ class _Planner:
         return None if self.device.type == "cpu" and room < self.bound(option) else _TRIAL
 
     def _timed_again(self, option: Option) -> Option:
-        """Time the recommended option again, with the full batch if its steps are short enough."""
+        """Time the recommended option again. The full batch is used if the steps of the option are short enough."""
         config = self.configs[option.name]
         whole = (option.step_seconds or 1.0) / config.trainer.grad_accum_steps
         images = max(1, min(config.data.batch_size, int(config.data.batch_size * _FINAL_STEP / whole)))

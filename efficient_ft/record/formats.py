@@ -1,4 +1,4 @@
-"""Format number of records and checkpoints, and the error for a file that another version wrote."""
+"""Format version of records and checkpoints, and the error raised for files that another version wrote."""
 
 from __future__ import annotations
 

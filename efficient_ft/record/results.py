@@ -152,14 +152,14 @@ class PrefixReport(TypedDict):
 
 
 class RunTotals(TypedDict):
-    """Totals of the entire training.
+    """Totals over the entire training run.
 
     `flops` is the number of executed FLOPs of forward and backward passes. FLOPs are counted like `ExecutedCost`, in
     `counted_batches` of the `batches` batches of one process. All other batches have the same or nearly the same cost
     (see `cost.run_flops`). `seconds` and `joules` include evaluation during training. `joules` is read from the energy
     counters of the machine, which are named in `energy_source`. Without counters, `joules` and `energy_source` are
-    None. `step_seconds` is the median time of the last optimizer steps without data loading. On CUDA, `step_seconds` is
-    None, because the loop does not wait for the end of a step.
+    None. `step_seconds` is the median time of the last optimizer steps, excluding data loading. On CUDA, `step_seconds`
+    is None, because the loop does not wait for the end of a step.
     """
 
     steps: int

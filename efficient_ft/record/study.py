@@ -284,8 +284,8 @@ class Records:
         if different:
             raise UserError(
                 f"The images of {run.row} {self.study.tune.setting}={shown(run.value)} seed={run.seed} (data.root)"
-                f" differ from the images of {len(different)} of the records in {self.path}. Use the same images, or copy"
-                f" {DEFINITION} to another folder."
+                f" differ from the images of {len(different)} of the records in {self.path}. Use the same images, or"
+                f" copy {DEFINITION} to another folder."
             )
 
     def add_diverged(self, run: StudyRun, reason: str) -> None:

@@ -113,7 +113,7 @@ def create_report(title: str, project: str, entity: str | None) -> str:
                            blocks=[wr.PanelGrid(runsets=[runset], panels=_panels())])  # fmt: skip
         report.save()
         return str(report.url)
-    except Exception as error:  # exceptions of wandb have several base classes
+    except Exception as error:  # wandb's exceptions have no common base class
         raise UserError(f"dashboard: the report cannot be saved: {first_line(error)}") from error
 
 

@@ -108,7 +108,9 @@ def _seconds(run: Run) -> float:
 
 # ---------------------------------------------------------------------------------------------- LBP-WHT
 def accuracy_by_order(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 3: accuracy against FLOPs of the backward pass, with a line through the orders."""
+    """LBP-WHT, Figure 3: accuracy versus FLOPs of the backward pass. A line connects the results of LBP-WHT with
+    different orders.
+    """
     lines = [(_mean(group, _backward), _mean(group, accuracy_of)) for _, group in runs.by_setting("lbp_wht", "order")]
     others = defaultdict(list)
     for run in runs.found.runs:
@@ -120,7 +122,7 @@ def accuracy_by_order(runs: Runs) -> Chart:
 
 
 def marginal_accuracy(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 4: slope of Figure 3, the accuracy gain per GFLOP of the backward pass."""
+    """LBP-WHT, Figure 4: accuracy gain per GFLOP of the backward pass, which is the slope of Figure 3."""
     points = [
         (order, _mean(group, _backward), _mean(group, accuracy_of))
         for order, group in runs.by_setting("lbp_wht", "order")

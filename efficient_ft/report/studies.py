@@ -10,7 +10,7 @@ from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
-#: Mark of a best value at an end of the grid. In this case, a better value may exist outside the grid.
+#: Marker for a best value that lies at the edge of the grid. In this case, a better value may exist outside the grid.
 AT_END = "*"
 
 
@@ -87,7 +87,7 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
         said.append(f"Runs with earlier settings of the study are not used (number of runs: {other}).")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
-        said.append(f"These rows are not tuned yet: {', '.join(waiting)}.")
+        said.append(f"These rows have not been tuned yet: {', '.join(waiting)}.")
     diverged = [row for row in rows if row not in waiting and records.best_value(row) is None]
     if diverged:
         said.append(f"These rows diverged at every value: {', '.join(diverged)}.")

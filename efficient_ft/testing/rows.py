@@ -60,8 +60,8 @@ class Row:
             `instead` may be set.
         why_no_off: Reason why `off` is None.
         instead: Property that is tested if `off` is None.
-        shortcuts: Tuples (class, attribute, replacement). The test of `off` replaces these attributes to disable
-            shortcuts, so that the computation of the method runs.
+        shortcuts: Tuples (class, attribute, replacement). When testing `off`, these attributes are replaced to disable
+            shortcuts, so that the actual computation of the method runs.
         models: Small models (keys of `MODELS`) on which the method is tested.
         refused: Small models that the method must reject, each with a part of the error message.
         own_evaluation: Reason why the output in evaluation differs from the output of the pretrained model, or an empty

@@ -310,8 +310,8 @@ class FineTuner(L.LightningModule):
     def _keep_range(self, task: int, predicted: Tensor | None, labels: Tensor) -> None:
         """Update the ranges of the predicted classes and of the labels of a task.
 
-        A range is stored as its minimum and its negated maximum, so that minima combine the ranges of batches
-        and processes.
+        A range is stored as its minimum and its negated maximum, so that ranges of batches and processes can be
+        combined with a minimum reduction.
         """
         if predicted is None:
             return

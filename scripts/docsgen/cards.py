@@ -126,7 +126,7 @@ def settings(name: str) -> str:
 
 def _value(value: Any) -> str:
     if value == "???":
-        return "must be given"
+        return "required"
     if value == "${model.select}":
         return "`model.select`"
     if value is None or isinstance(value, bool):

@@ -210,7 +210,7 @@ def test_a_class_missing_in_test_is_noted(folders: Make, data_config: Config) ->
         ({"train": {"a": 2, "b": 0}, "test": {"a": 2}}, "contain no images: 'b'"),
         ({"train": {"a": 2}, "test": {"a": 2}}, "only one class, 'a'"),
         ({"a": 2}, "only one class, 'a'"),
-        ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "no images in class folders"),
+        ({"train": {"a": 2, "b": 2}, "test": {"a": 0}}, "No images were found in the class folders"),
         ({"train": {"a": 2, "b": 2}, "val": {"a": 1}, "valid": {"a": 1}}, "val, valid all denote the val split"),
         ({"test": {"a": 2, "b": 2}}, "no folder train/"),
         ({"train": {"": 3}, "test": {"a": 1}}, r"No class folders were found in train/ \(3 images\)"),

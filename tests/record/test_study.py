@@ -257,7 +257,7 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "60.00 [50.00…70.00]" in shown
     assert "0.01*" in shown, "a value at the end of the grid"
-    assert "These rows are not tuned yet: head." in shown
+    assert "These rows have not been tuned yet: head." in shown
     for run in records.tuning_runs(["head"]):
         records.add_diverged(run, "The loss is nan.")
     run_command("study", [str(folder), "--report", "--rows", "head"])

@@ -78,9 +78,7 @@ _FURTHER = {
 
 
 def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
-    """Return the columns: names, accuracy and cost, settings that differ between runs, and other columns, in this
-    order.
-    """
+    """Return the columns in this order: names; accuracy and cost; settings that differ between runs; other columns."""
     several = len({run.config.model.name for run in runs}) > 1, len({run.data for run in runs}) > 1
     first = {
         "run": Column(words=True),

@@ -20,7 +20,7 @@ memory and time. --offline stores the runs for `wandb sync`, and the panels as J
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Upload runs. Print the names of the runs, and the address of the report or the paths of the written files."""
+    """Upload runs. Print the run names. Also print the address of the report, or the paths of the written files."""
     parser = argparse.ArgumentParser(prog="efficient-ft dashboard", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN|DIR", help="run folders, or folders of runs")
     parser.add_argument("--project", default="efficient-ft", help="project name (default: efficient-ft)")

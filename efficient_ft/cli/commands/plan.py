@@ -43,7 +43,7 @@ The plan recommends the fastest recipe of the best class within all limits. The 
 approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
 """
 
-#: Settings of a plan that are not settings of a run.
+#: Settings that only the plan command accepts.
 OF_A_PLAN = ("memory", "time", "loss", "split")
 
 
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_PLAN]
     if "memory" not in own:
         raise UserError("The memory budget is missing. Pass memory=SIZE, for example memory=4GB.")
-    parse_bytes("memory", own["memory"])  # Mistakes must be reported before libraries are loaded.
+    parse_bytes("memory", own["memory"])  # Report invalid settings before the libraries are loaded.
     if "time" in own:
         parse_seconds("time", own["time"])
     loss, split = own.get("loss", "1"), own.get("split", "false").lower()

@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: test the promises in docs/promises.md with the trials in tests/promises."""
+"""``efficient-ft selftest``: run the tests in tests/promises, which verify the guarantees listed in docs/promises.md."""
 
 from __future__ import annotations
 

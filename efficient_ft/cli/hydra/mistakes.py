@@ -84,7 +84,7 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
     from efficient_ft.models.timm_config import SET_ELSEWHERE
 
     if name in SET_ELSEWHERE:
-        return UserError(f"{line}: timm's argument {name} is not set here. {SET_ELSEWHERE[name]}")
+        return UserError(f"{line}: timm's argument {name} cannot be set in model.kwargs. {SET_ELSEWHERE[name]}")
     return UserError(f"{line}: a new argument of the network requires a plus. Use {forms or f'+{line}'}")
 
 
@@ -162,7 +162,9 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
 
 
 def refuse_data(parsed: Sequence[Override], config: Config) -> None:
-    """Raise a `UserError` for settings of ``data`` in a run on several tasks, which does not use ``data``."""
+    """Raise a `UserError` if ``data`` settings are given for a run on several tasks, because such a run does not use
+    them.
+    """
     if not config.tasks:
         return
     for override in parsed:

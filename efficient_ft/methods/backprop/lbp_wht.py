@@ -120,7 +120,8 @@ class LBPWHT(LowRankBackward):
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)
-        # For example, a layer in the last block receives no gradient if the model classifies only by its class token.
+        # No gradient reaches this layer. For example, this applies to a layer in the last block if the classification
+        # head uses only the class token.
         if not energy.any():
             return pairs
         top = energy.flatten().topk(len(pairs)).indices.tolist()

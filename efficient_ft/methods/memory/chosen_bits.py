@@ -162,7 +162,7 @@ class ChosenBits(PackingState):
             return by_part
 
         try:
-            self._trial = ""  # An empty name prevents measurements in the backward passes below.
+            self._trial = ""  # With an empty name, the backward passes below are not measured.
             exact = gradients()
             sizes = {name: _squared_norm(group) for name, group in exact.items()}
             for name in names:
@@ -209,7 +209,7 @@ class ChosenBits(PackingState):
             return None
         bits, group = self.default
         if not self.forms:
-            return f"bits=auto: no gradient changed, so that all tensors use {bits} bits and groups of {group} values"
+            return f"bits=auto: no gradient changed, so all tensors use {bits} bits and groups of {group} values"
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}
@@ -339,7 +339,7 @@ def _parameters_below(node: Any) -> list[Tensor]:
 
 
 def _part(name: str) -> str:
-    """Return the name of the part that packs the tensor `name`, without the number of the call."""
+    """Return the name of the part that packs the tensor `name`, without the call index."""
     return name.partition("/")[0].partition("(")[0]
 
 

@@ -70,7 +70,7 @@ class _SizedAttention(TorchFunctionMode):
     ) -> Any:
         if attn_mask is not None:
             raise UserError(
-                "method tome: tokens cannot be merged in attention that uses a mask. Use a model without a mask."
+                "method tome: tokens cannot be merged in attention that uses a mask. Use a model without an attention mask."
             )
         self._record(k)
         return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)
@@ -159,15 +159,15 @@ class ToMe(TokenMethod):
     operation.
 
     The prefix tokens, the remaining tokens of the first set, and the second set are then concatenated in this order, as
-    in the paper. This order affects only how the next block assigns tokens to the two sets. Blocks whose attention
-    depends on relative or rotary positions are rejected.
+    in the paper. This order affects only how the next block assigns tokens to the two sets. Blocks whose attention uses
+    relative position biases or rotary position embeddings are rejected.
 
     Tokens are merged in training and in evaluation. The names of the weights do not change, but the trained model must
-    be used with the same merging. Exported files contain the settings of the merging. The model does not require a
-    class token. The last block repeats each merged token once for each patch that it represents, in the order of the
-    patches. Pooling after the blocks therefore weights each token by its number of patches. In attention pooling, the
-    repetition is equivalent to adding the logarithm of this number to the scores. Tokens are not repeated in `timm`
-    models that classify only by their class token.
+    be used with the same merging settings. Exported files contain the settings of the merging. The model does not
+    require a class token. The last block repeats each merged token once for each patch that it represents, in the order
+    of the patches. Pooling after the blocks therefore weights each token by its number of patches. In attention
+    pooling, the repetition is equivalent to adding the logarithm of this number to the scores. Tokens are not repeated
+    in `timm` models that classify only by their class token.
 
     If a block receives fewer than 2·r patch tokens, it merges half of these tokens, as in the paper. A value of r is
     rejected if it exceeds half of the tokens in the grid, or if only one patch token would remain after the last block.

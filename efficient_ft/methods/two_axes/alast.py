@@ -92,8 +92,8 @@ class ALaST(LayersPerStep, TokenMethod):
     are dropped without fusion. Frozen blocks also drop tokens. At least one patch token is kept, unless the model
     classifies only by its class token. In evaluation, no tokens are dropped.
 
-    The default values follow the later description by the authors. The variant ``alast_paper`` uses the settings of the
-    paper.
+    The default values follow a description that the authors published after the paper. The variant ``alast_paper`` uses
+    the settings of the paper.
 
     Args:
         num_layers: number K of blocks to train per step.

@@ -35,7 +35,7 @@ class Head:
     Attributes:
         modules: Full names of the head's modules.
         others: Full names of other modules and parameters that are outside of the pretrained networks in the model.
-        note: Phrase for reports that lists the inferred parts, or an empty string if no parts were inferred.
+        note: Phrase that lists the inferred parts in reports, or an empty string if no parts were inferred.
     """
 
     modules: tuple[str, ...] = ()
@@ -131,7 +131,7 @@ def _around(module: nn.Module, networks: Iterable[str], prefix: str = "") -> Ite
 
 
 def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
-    """Return the parts of the module or parameter `name` that are outside of the modules in `known`."""
+    """Return the parts of the module or parameter `name` that do not belong to any module in `known`."""
     if is_inside(name, known):
         return []
     if not any(part.startswith(f"{name}.") for part in known):

@@ -54,7 +54,7 @@ GROWTH = {8: 0.0, 4: 0.05}
 GROWTH_LEFT = 0.97
 #: Bits of the largest root (just below √(2^128)) as an integer. Larger roots and NaN are stored as this value.
 LARGEST = 0x5F7FFFFF
-#: Lower bound of the largest ratio of a block, which ensures that the scale is not 0.
+#: Lower bound for the largest ratio in a block. The bound ensures that the scale is not 0.
 SMALLEST = 1e-30
 
 _AT_A_TIME = 1 << 14  # number of values that a CPU thread updates at a time
@@ -67,7 +67,7 @@ class Moments(NamedTuple):
     Attributes:
         ratio: Codes of m / √v, (n · bits / 8,) uint8. With 4 bits, each byte stores two codes (the first code in the
             four high bits).
-        ratio_scale: Ratio that the signed code 1 represents in each block, (blocks,) float32.
+        ratio_scale: Scale of the ratio in each block, which is the ratio for the signed code 1, (blocks,) float32.
         root: Codes of √v, (n · bits / 8,) uint8. Code 0 represents the root 0.
         root_range: Range of each block, (blocks, 3) int16. The columns contain the upper half of the bits of the
             smallest positive root, the distance between codes in multiples of `UNIT`, and the shift in multiples of
@@ -196,7 +196,8 @@ class AdamStep(NamedTuple):
     def factors(self, growth: float = 0.0) -> tuple[float, ...]:
         """Return the factors of the update formulas, in the order that `dense_step` and the kernels expect.
 
-        `growth` is the relative increase of the divisor that compensates for rounding errors (see `GROWTH`).
+        `growth` is the limit of the relative increase of the divisor for many steps (see `GROWTH`). The increase
+        compensates for rounding errors.
         """
         return (
             0.0 if self.decoupled else self.weight_decay,

@@ -2,8 +2,8 @@
 
 A projection is a pair of matrices over the L = H·W positions of a token grid. `analysis` (R × L) maps positions to R
 coefficients. The transpose of `synthesis` (R × L) maps the coefficients back to positions. The two matrices are equal,
-unless the padding is ``reflect``, which analyzes a reflected map and crops the synthesized map. With the padding
-``ortho`` and for the DCT, the rows are orthonormal.
+except with ``reflect`` padding: `analysis` is then applied to a reflected map, and the output of `synthesis` is
+cropped. With the padding ``ortho`` and for the DCT, the rows are orthonormal.
 
 Source: LBP-WHT (Yang et al., NeurIPS 2023), Equations 3 to 9. Padding and projection are linear, so that a single
 matrix represents both.
@@ -111,7 +111,7 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
 
     The grid is padded to multiples of 8 and divided into blocks that share their bases. The bases are rows of H/8,
     where H is the Walsh–Hadamard matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no
-    further factor.
+    further scaling.
 
     Args:
         grid: Size of the map, (H, W).

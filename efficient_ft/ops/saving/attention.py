@@ -65,7 +65,7 @@ packs(F.softmax)(lambda mode, input, dim=None, _stacklevel=3, dtype=None: _softm
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention softmax(q kᵀ · scale + bias) v with torch's fused kernel and a constant bias.
+    """Compute softmax(q kᵀ · scale + bias) v with torch's fused attention kernel and a constant bias.
 
     The backward pass recomputes attention from the unpacked q, k and v. The next layer can reuse the recomputed result.
     """
@@ -188,7 +188,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Replace `F.scaled_dot_product_attention`, which has the same parameters."""
+    """Replacement for `F.scaled_dot_product_attention` with the same parameters."""
     if mode.policy.plain_attention or is_causal or enable_gqa or not mode.supports(query, key, value):
         return NotImplemented
     batch = query.shape[:-2]
@@ -259,7 +259,9 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalization x / max(‖x‖, ε) along `dim`, which saves its output. The next product saves the same tensor."""
+    """Normalize x along `dim` (x / max(‖x‖, ε)), and save the output for the backward pass. The next product saves the
+    same tensor.
+    """
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

@@ -334,7 +334,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    """Replace `F.batch_norm`, which has the same parameters."""
+    """Replacement for `F.batch_norm` with the same parameters."""
     if not mode.supports(input, trained=(weight, bias)):
         return NotImplemented
     trains = weight is not None and weight.requires_grad

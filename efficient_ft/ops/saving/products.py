@@ -50,7 +50,9 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution with gradients as in `_Linear`. If g_w is not required, only the shape of the input is saved."""
+    """Convolution whose gradients are computed as in `_Linear`. If g_w is not required, only the shape of the input is
+    saved.
+    """
 
     @staticmethod
     def forward(

@@ -92,7 +92,8 @@ def memory_order(x: Tensor) -> tuple[tuple[int, ...], Tensor, tuple[Any, ...]]:
 def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Packed:
     """Return a packed tensor with the original order of dimensions and a new dtype.
 
-    `packed` unpacks to a tensor in memory order. `order` lists the original dimensions in memory order.
+    Unpacking `packed` returns a tensor whose dimensions are ordered by decreasing stride. `order` lists the original
+    dimensions in memory order.
     """
     return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
 

@@ -13,7 +13,7 @@ from efficient_ft.ops.storage.kernels import kernels_for
 
 
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
-    """Quantize x to 255 steps between `low` and `high`.
+    """Quantize x to 256 levels between `low` and `high`.
 
     Values are rounded up or down at random, so that the expected value is x.
 

@@ -5,10 +5,10 @@ each value. The format requires b + 32/G bits per value. Sources: ActNN (Chen et
 stochastic rounding; GACT (Liu et al., ICML 2022). Compared with stochastic rounding, rounding to nearest is biased, but
 more accurate.
 
-The codes of a group are arranged so that whole vectors are packed at once. With 4 bits, the low half of byte j of a
-group contains value j, and the high half contains value j + G/2. With 2 bits, byte j contains the values j, j + G/4, j
-+ G/2 and j + 3G/4. With 3 bits, the low two bits of all values are stored first, in the 2-bit layout. The high bits of
-all values follow: byte j of this part contains the high bits of the values j, j + G/8, …
+The codes of a group are arranged so that they can be packed with vectorized operations. With 4 bits, the low half of
+byte j of a group contains value j, and the high half contains value j + G/2. With 2 bits, byte j contains the values j,
+j + G/4, j + G/2 and j + 3G/4. With 3 bits, the low two bits of all values are stored first, in the 2-bit layout. The
+high bits of all values follow: byte j of this part contains the high bits of the values j, j + G/8, …
 """
 
 from __future__ import annotations

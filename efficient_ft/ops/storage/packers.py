@@ -46,7 +46,7 @@ class Ranges:
     by_name: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     step: int = 0
     updated: dict[str, int] = field(default_factory=dict)
-    #: Range of each name before the current step, and the step in which the range was last updated.
+    #: Mapping from each name to its range before the current step and to the step in which the range was last updated.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
     #: True if all tensors of the current step are finite, () bool.
     _finite: Tensor | None = None
@@ -272,7 +272,7 @@ class Half:
 class Sparse:
     """Packer that stores the values with the largest magnitudes, and a bitmap of their positions (Back Razor).
 
-    Of the n values of each sample, `values_kept(n, sparsity)` values are stored.
+    `values_kept(n, sparsity)` of the n values of each sample are stored.
 
     Args:
         sparsity: Fraction of the values that is dropped.

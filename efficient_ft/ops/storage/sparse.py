@@ -96,7 +96,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
 
 
 def as_pieces(x: Tensor) -> Tensor:
-    """View x (S, ...) as rows of M equally spaced pieces of L elements, (S, M, L).
+    """View x (S, ...) as rows of M equally spaced pieces with L elements each: (S, M, L).
 
     For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied.
     """
@@ -167,7 +167,7 @@ def pack_bits(mask: Tensor) -> Tensor:
 
 
 def unpack_bits(bits: Tensor, shape: torch.Size) -> Tensor:
-    """Restore the boolean tensor of `shape` from the result of `pack_bits`."""
+    """Unpack the result of `pack_bits` to a boolean tensor with the given shape."""
     return _bits_to_rows(bits[None], shape.numel()).view(shape)
 
 

@@ -34,7 +34,7 @@ def same_each_step(methods: Sequence[Method]) -> bool:
 
 
 class Totals(L.Callback):
-    """A callback that sums the cost of the training.
+    """A callback that accumulates the cost of training.
 
     FLOPs are counted for forward and backward passes, as in `cost.executed` (`RunFlops`). The time and the energy
     include evaluation, but the FLOPs do not. With several processes, the FLOPs of the first process are multiplied by
@@ -126,5 +126,5 @@ class Totals(L.Callback):
         self._images, self._batches, self._steps = (state_dict[key] for key in ("images", "batches", "steps"))
         self._seconds_before = state_dict["seconds"]
         self._flops.load_state_dict(state_dict["run_flops"])
-        # If the earlier energy is unknown (None), no energy is reported, because the sum would be wrong.
+        # If the energy used before resuming is unknown (None), no energy is reported, because the total would be wrong.
         self._joules_before = state_dict["joules"]

@@ -289,7 +289,9 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix as in `measure_form`, but with ``auto``, prefer a form whose features are stored."""
+    """Set the form of the prefix in the same way as `measure_form`. However, with ``auto``, a form whose features are
+    already stored is preferred.
+    """
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
@@ -308,7 +310,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
         if prefix.form is Form.BF16 and bf16_is_emulated(device):
             say(
                 f"warning: trainer.prefix=bf16: {device_name(device)} has no bfloat16 instructions, so PyTorch emulates"
-                " them. The form trainer.prefix=folded is probably faster."
+                " them. Use trainer.prefix=folded, which is probably faster."
             )
         return _form_report(prefix)
     batch = _noise(config, min(config.data.batch_size, _TIMED)).to(device)

@@ -326,8 +326,8 @@ class Kind(ABC):
         return found
 
     def figure_input(self, evaluation: Reading) -> tuple[tuple[int, int], int] | None:
-        """Return the size (H, W) of the largest input of `write_figures`, and the number of bytes needed to read its
-        inputs.
+        """Return the size (H, W) of the largest input of `write_figures`, and the number of bytes needed to read all
+        inputs of this function.
 
         `evaluation` describes the memory for reading evaluation batches. The result is None if no figures are written.
         """

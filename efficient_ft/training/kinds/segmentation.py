@@ -44,7 +44,7 @@ _EXAMPLES, _EXAMPLE_BYTES = 4, 6
 
 
 class SegmentationKind(Kind):
-    """Segmentation, with one class per pixel."""
+    """Semantic segmentation: one class per pixel."""
 
     rules, task = RULES["segmentation"], TASKS["segmentation"]
 

@@ -57,8 +57,8 @@ class Predictor:
 
     Args:
         config: the configuration of the run.
-        images: the opened data, or None if the data are missing. Without data, evaluation images are assumed to have
-            the size of training images.
+        images: the data set, or None if the data set is not available. Without data, evaluation images are assumed to
+            have the size of training images.
         base_bytes: resident memory before the model is built, in bytes, or 0 on a GPU.
         device: the device on which the run trains.
         folder: the run folder, or None. If the run would resume from a checkpoint in this folder, the prediction
@@ -385,7 +385,8 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     low, high = predicted(1), predicted(2)
     if low > room:
         return 0
-    # Extrapolate linearly, because memory is nearly linear in the batch size. Then reduce the size until it fits.
+    # Extrapolate linearly, because memory is nearly linear in the batch size. Then reduce the batch size until the
+    # prediction fits the available memory.
     guess = min(most - 1, 1 + math.floor((room - low) / max(high - low, 1)))
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10

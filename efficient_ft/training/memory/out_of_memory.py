@@ -1,6 +1,7 @@
 """Messages for out-of-memory errors.
 
-Each message states the failed allocation, the settings that determine the memory, and a batch size that fits.
+Each message states the size of the failed allocation, the settings that determine the memory usage, and a batch size
+that fits into memory.
 """
 
 from __future__ import annotations

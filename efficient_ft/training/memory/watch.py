@@ -115,7 +115,8 @@ def _passed(config: Config, size: int, how: str) -> UserError:
 class _Watch(threading.Thread):
     """Thread that polls the resident memory of the process and interrupts the main thread above `budget` bytes.
 
-    Near the budget, the thread returns freed memory to the system, because fragmentation makes the process grow slowly.
+    If memory usage is close to the budget, the thread returns freed memory to the system. Otherwise, fragmentation
+    would gradually increase the memory usage of the process.
     """
 
     #: The running instance in this process, or None if no instance is running.

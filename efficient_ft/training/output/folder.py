@@ -124,7 +124,8 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
 
 
 class RunFolder:
-    """A run folder. `begin` writes the files that precede the first step, and `undo` restores the previous state.
+    """A run folder. `begin` writes the files that must exist before the first step, and `undo` restores the previous
+    state.
 
     `lock` is None except in the first process.
     """

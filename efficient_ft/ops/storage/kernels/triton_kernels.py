@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def _load(row, at, n, step, length, PIECES: tl.constexpr):
-    """Load the elements of a row at the indices `at`. For indices after the end of the row, load 0."""
+    """Load the elements of a row at the indices `at`. Load 0 for indices beyond the end of the row."""
     memory = (at // length).to(tl.int64) * step + at % length if PIECES else at
     return tl.load(row + memory, mask=at < n, other=0)
 
