@@ -1,4 +1,4 @@
-"""``efficient-ft selftest``: run the tests in tests/promises, which verify the guarantees listed in docs/promises.md."""
+"""``efficient-ft selftest``: run the tests in tests/promises, which verify the guarantees in docs/promises.md."""
 
 from __future__ import annotations
 

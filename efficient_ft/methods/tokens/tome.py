@@ -70,7 +70,7 @@ class _SizedAttention(TorchFunctionMode):
     ) -> Any:
         if attn_mask is not None:
             raise UserError(
-                "method tome: tokens cannot be merged in attention that uses a mask. Use a model without an attention mask."
+                "method tome: tokens cannot be merged in attention with a mask. Use a model without an attention mask."
             )
         self._record(k)
         return attend(q, k, v, None if self.bias_B11N is None else self.bias_B11N.to(q.dtype), *others, **kwargs)

@@ -246,7 +246,7 @@ def _group(tiles: list[Tile]) -> list[Group]:
 
 
 def _combination(group: Group) -> np.ndarray | None:
-    """Return a vector c of shape (tiles·r,) such that cᵀ·analysis = 1ᵀ on every tile, or None if no such vector exists."""
+    """Return a vector c of shape (tiles·r,) with cᵀ·analysis = 1ᵀ on every tile, or None if no such vector exists."""
     c, *_ = np.linalg.lstsq(group.analysis.T, np.ones(group.analysis.shape[1]), rcond=None)
     exact = np.abs(group.analysis.T @ c - 1).max() < 1e-10
     return np.tile(c, group.tiles) if exact else None
