@@ -77,7 +77,7 @@ def job(composed: DictConfig) -> float | None:
         if said is None:
             raise
         if HydraConfig.get().mode == RunMode.MULTIRUN:
-            # The launchers of Hydra (submitit, joblib) report the exception of a job, but not the exit of a job.
+            # Hydra launchers (submitit, joblib) report the exception of a job, but not its exit.
             raise UserError(str(said)) from None
         # Exit here, because Hydra would print an additional line before the message.
         exits.fail(said)

@@ -22,7 +22,7 @@ from efficient_ft.core.units import parse_bytes, parse_seconds
 def check(plain: Mapping[str, Any]) -> Config:
     """Return the configuration that a nested mapping of settings describes.
 
-    The names and settings of methods are checked by `build_methods`, which knows the constructors.
+    `build_methods` checks the names and settings of the methods against their constructors.
 
     Args:
         plain: Groups and settings as in config.yaml. Settings that are missing or have the value ``???`` get the

@@ -29,7 +29,7 @@ class KindRules:
 
     Attributes:
         name: Value of ``task``.
-        data: Names of the kind's data sets (``data.name``).
+        data: Names of the data sets for this kind of task (``data.name``).
         family: Family of the networks for this kind of task. See `config.schema.ModelConfig.family`.
         section: Section of ``data`` with the settings of the data sets (``masks`` or ``text``), or "" if there is none.
         section_words: Description of a valid section, used in messages.

@@ -45,7 +45,7 @@ class StepSpec:
         batch_size: number of samples in the batch.
         input_size: (height, width) of the images in pixels, or (tokens,) for texts.
         precision: ``fp32`` for no autocast, or ``bf16`` or ``fp16`` for autocast to this dtype.
-        label_smoothing: label smoothing of the cross-entropy.
+        label_smoothing: amount of label smoothing in the cross-entropy loss.
         in_chans: number of image channels.
         frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default.
         grad_clip_norm: maximum norm of the gradient of all parameters. If None, the gradient is not clipped. The cost

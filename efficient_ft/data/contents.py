@@ -52,7 +52,7 @@ class Contents:
         return {name: {"count": part.count, "hashes": part.hashes} for name, part in self.parts.items()}
 
     def changes(self, before: Mapping[str, Any]) -> list[str]:
-        """Return a description of each part that differs from `before`, an earlier result of `record`."""
+        """Return a description of each part that has changed since `before`, which is an earlier result of `record`."""
         found = []
         for name in dict.fromkeys([*before, *self.parts]):
             old, part = before.get(name, {"count": 0, "hashes": ""}), self.parts.get(name, Part(0, ()))

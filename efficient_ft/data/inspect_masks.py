@@ -197,8 +197,9 @@ def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, clas
     few, rest = share[fewer], np.delete(share, fewer)
     result.warnings.append(
         f"{len(fewer)} of {len(share)} masks with both classes may be inverted: {plain_line(classes.names[1])} covers"
-        f" {format_percent(few.min())} to {format_percent(few.max())} of these masks, and {format_percent(rest.min())}"
-        f" to {format_percent(rest.max())} of the other masks. Example: {printable(paths[mixed[fewer[0]]])}."
+        f" {format_percent(few.min())} to {format_percent(few.max())} of the pixels of these masks, but"
+        f" {format_percent(rest.min())} to {format_percent(rest.max())} of the pixels of the other masks. Example:"
+        f" {printable(paths[mixed[fewer[0]]])}."
     )
 
 

@@ -53,7 +53,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         config: the `data` section of the configuration.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
         class_names: class names, indexed by label.
-        listing: listing of the samples in each split.
+        listing: the samples in each split.
 
     Attributes:
         class_names: class names, indexed by label.

@@ -112,7 +112,7 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         return image, read_mask(mask, self.classes, image.size, orientation, self.labeled)
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
-        """Load images, float32 (B, 3, H, W), and masks, int64 (B, H, W), or return a `LoadFailure`."""
+        """Load images (float32, shape (B, 3, H, W)) and masks (int64, shape (B, H, W)), or return a `LoadFailure`."""
         try:
             pairs = load_seeded(self.seed, keys, lambda index: self.transform(*self.read(index)))
         except UserError as error:

@@ -478,8 +478,8 @@ class _Table:
             if swallowed:
                 places = some([f"{one.first}–{one.last}" for one in swallowed], 3)
                 raise UserError(
-                    f"{self._name}, lines {places}: a quote opens in the first line and closes in the last line, so"
-                    f" {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows are read as"
+                    f"{self._name}, lines {places}: a quote that opens in the first line closes only in the last"
+                    f" line. {sum(one.last - one.first + 1 for one in swallowed)} lines that look like rows are read as"
                     f" {counted(len(swallowed), 'row')}. If quotes are plain characters, set data.text.quotes=false. If"
                     " quotes enclose cells, set data.text.quotes=true."
                 )

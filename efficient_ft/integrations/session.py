@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 
 class MethodSession:
-    """Apply methods to a model, and call these methods in any training loop.
+    """Apply methods to a model, and use these methods in any training loop.
 
     Entering the session applies the methods. Leaving the session ends the training, but **the methods remain applied**,
     because adapters that cannot be merged and token methods are part of the trained model. The outputs of the model

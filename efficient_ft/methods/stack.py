@@ -108,7 +108,7 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
 
 
 def _check_against(method: _Method, mark: Mark, model: str) -> None:
-    applied = f"method {method.name}: {mark.method} has already been applied to this {model}"
+    applied = f"method {method.name}: {mark.method} has been applied to this {model}"
     axis = _shared_axis(method, mark)
     if axis is not None:
         raise UserError(

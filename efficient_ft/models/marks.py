@@ -63,7 +63,7 @@ def remove_mark(model: nn.Module, key: str) -> None:
 def added_modules(model: nn.Module) -> frozenset[str]:
     """Return the full names of the adapter modules that methods of this package or peft added to `model`.
 
-    The layers of peft list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
+    PEFT layers list their additional modules in ``adapter_layer_names`` (``lora_A``, ``lora_B``, ...).
     """
     names = {name for mark in marks_of(model) for name in mark.modules}
     for name, module in model.named_modules():

@@ -33,7 +33,8 @@ class Fit:
 
     Attributes:
         prefix: Prefix of the full names in the file.
-        taken: Tensors to load, by their names in the network. The tensors of a new head are the network's own tensors.
+        taken: Tensors to load, by their names in the network. For a new head, these are the initialized tensors of the
+            network.
         missing: Names of the network's tensors that the file does not contain.
         misshapen: Descriptions of mismatched shapes or data types, by tensor name.
         foreign: Names of tensors in the file that suggest a different variant of the network.

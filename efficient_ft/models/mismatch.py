@@ -243,7 +243,7 @@ def _fits(model: nn.Module, contents: Contents, heads: tuple[str, ...]) -> bool:
 
 
 def _by_likeness(name: str, stem: str, contents: Contents) -> Iterator[str]:
-    """Yield the names of timm models, starting with the models that are most likely to fit the file."""
+    """Yield the names of timm models, ordered by how likely they are to match the file."""
     plain = name.partition(".")[0]
     ends = {full.rpartition(".")[2] for full in contents.tensors}
     hints = [word for token, word in (("dist_token", "distilled"), ("reg_token", "reg")) if token in ends]

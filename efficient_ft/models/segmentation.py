@@ -40,7 +40,7 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 }
 #: Default size of training crops in pixels.
 _SIZE = 512
-#: Network arguments that other settings determine. The values are hints for the error message.
+#: Network arguments that are determined by other settings. The values are hints for the error message.
 _SET_ELSEWHERE = {
     **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),
     "encoder_name": "Set model.encoder instead.",

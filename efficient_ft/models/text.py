@@ -46,7 +46,7 @@ TEXT_MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "distilbert_base": ("distilbert/distilbert-base-uncased", "distilbert", {}),
     "roberta_base": ("FacebookAI/roberta-base", "roberta", _ROBERTA),
 }
-#: Files of a repository or folder. A network needs one file of each group in `_NEEDED`.
+#: Files of a repository or folder. A network needs one file from each group in `_NEEDED`.
 _WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _NEEDED = (("config.json",), _WEIGHTS, ("tokenizer.json", "vocab.txt", "vocab.json"))
 _OPTIONAL = ("tokenizer_config.json", "special_tokens_map.json", "merges.txt", "added_tokens.json")

@@ -1,7 +1,7 @@
 """The published tables of the four papers as data: the printed numbers, and the settings that reproduce each row.
 
 ``tables/PAPER/NUMBER.csv`` contains the printed numbers. ``NUMBER.yaml`` in the same folder contains the title, the
-conditions, the settings of each row, deviations of our runs, and misprints:
+conditions, the settings of each row, the differences between our runs and the paper, and known misprints:
 
 .. code-block:: yaml
 
@@ -54,7 +54,7 @@ MODELS = {"vit_b": "vit_base", "deit_s": "deit_small", "deit_t": "deit_tiny", "p
 DATA = {name: name for name in ("cifar10", "cifar100", "pets", "aircraft", "cars", "cityscapes", "rte")}
 DATA |= {"flowers": "flowers102", "food": "food101", "cub": "cub200", "voc12a": "voc2012_aug", "voc": "voc2012_aug"}
 
-#: Titles and units of the columns that contain published numbers other than the accuracy on a data set.
+#: Titles and units of the columns with published values other than accuracies.
 COSTS = {
     "bwd_mflops": "backward MFLOPs",
     "speedup": "times fewer FLOPs",

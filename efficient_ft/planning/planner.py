@@ -88,7 +88,7 @@ class Plan:
         asked_bytes: requested budget.
         base_bytes: memory of the process before the model is created (interpreter and libraries).
         allocator: allocator of the process.
-        device: device of the run.
+        device: device on which to run.
         options: recipes that fit, sorted by exactness class and step time.
         excluded: other recipes.
         recommended: recommended option, or None if no recipe is within the limits.

@@ -68,7 +68,7 @@ def upload(found: Collection, *, project: str, entity: str | None, offline: bool
                 reinit="finish_previous",
                 settings=wandb.Settings(silent=True),  # wandb still prints warnings
             )
-        except Exception as error:  # exceptions of wandb have several base classes
+        except Exception as error:  # wandb exceptions have several base classes
             raise UserError(
                 f"dashboard: wandb cannot start ({first_line(error)}). Use --offline, or log in with `wandb login`."
             ) from error

@@ -55,7 +55,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     blocks drop tokens with the budgets in the checkpoint of the run, while dropout and drop path are disabled.
 
     Raises:
-        UserError: If weights or data are missing, no tokens are dropped, or the positions of tokens are unknown.
+        UserError: If weights or data are missing, if no tokens are dropped, or if the token positions are unknown.
     """
     trained = export.load(run)
     missing = missing_data(config.data)

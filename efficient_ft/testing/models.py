@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-#: Number of classes of every small model.
+#: Number of classes in each small model.
 CLASSES = 5
 
 

@@ -44,7 +44,7 @@ def largest_difference(a: Gradients, b: Gradients) -> float:
     """Return the largest relative error (by norm) of all gradients.
 
     If a gradient is None only in `a` or only in `b`, return infinity. Gradients that are zero in exact arithmetic
-    consist of rounding errors. The error of such gradients is relative to the largest gradient.
+    consist of rounding errors. The error of these gradients is given relative to the largest gradient.
     """
     assert a.keys() == b.keys()
     worst = 0.0

@@ -129,7 +129,7 @@ def test_a_mistake_is_one_message_and_status_2(weights, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert "class folders (CLASS/*.jpg)" in refused(*common, f"--images={tmp_path / 'empty'}")
     images = _draw(tmp_path / "images", 2)
-    assert "Pass smaller --batches" in refused(*common, f"--images={images}")
+    assert "Pass a smaller --batches" in refused(*common, f"--images={images}")
     for text in ("{", "[1]", '{"runs": {"x": 1}, "results": []}', '{"runs": {}, "results": [{}]}'):
         (tmp_path / "old.json").write_text(text)
         said = refused(*common, f"--images={images}", f"--json={tmp_path / 'old.json'}")

@@ -81,7 +81,10 @@ class EveryNth(Method):
             {"every_nth": YAML, "every_fifth": YAML.replace("n:", "m:")},
             r"every_fifth\.yaml has unknown keys: m\. .* constructor of method every_nth: n\.",
         ),
-        ({"every_nth": YAML, "lora_big": "# @package method.lora\nrnk: 64\n"}, r"lora_big\.yaml has rnk\. .* lora: "),
+        (
+            {"every_nth": YAML, "lora_big": "# @package method.lora\nrnk: 64\n"},
+            r"lora_big\.yaml has unknown keys: rnk\. .* lora: ",
+        ),
     ],
     ids=["extra", "missing", "variant", "variant of ours"],
 )

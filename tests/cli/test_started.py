@@ -71,7 +71,10 @@ def test_a_current_folder_that_was_removed_is_one_message(tmp_path: Path, words:
         ({"SLURM_PROCID": "-1"}, "The environment variable SLURM_PROCID must be an integer >= 0, got -1."),
         ({"WORLD_SIZE": "0"}, "The environment variable WORLD_SIZE must be an integer >= 1, got 0."),
         ({"WORLD_SIZE": "1.5"}, "The environment variable WORLD_SIZE must be an integer >= 1, got 1.5."),
-        ({"MASTER_PORT": "99999"}, "variable MASTER_PORT must be an integer from 0 to 65535, got 99999."),
+        (
+            {"MASTER_PORT": "99999"},
+            "The environment variable MASTER_PORT must be an integer from 0 to 65535, got 99999.",
+        ),
         ({"NUMBA_NUM_THREADS": "0"}, "The environment variable NUMBA_NUM_THREADS must be an integer >= 1, got 0."),
         ({"TORCHELASTIC_RUN_ID": "a"}, "The environment variable TORCHELASTIC_RUN_ID is set without RANK, LOCAL_RANK,"),
         ({"SLURM_STEP_ID": "0"}, "The environment variable SLURM_STEP_ID is set without SLURM_NTASKS, SLURM_PROCID,"),

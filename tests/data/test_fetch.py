@@ -124,7 +124,7 @@ def test_an_archive_of_the_right_length_with_other_content_is_refused(
     body = bytearray(handler.files["food-101.tar.gz"])
     body[len(body) // 2] ^= 1
     (root / "food-101.tar.gz").write_bytes(body)
-    with pytest.raises(UserError, match="md5 differs"):
+    with pytest.raises(UserError, match="the MD5 checksum is not"):
         open_data(data_config("food101", root=str(root), download=True), SPEC, 0)
 
 
@@ -146,7 +146,7 @@ def test_downloads_that_fail_leave_nothing_behind(
     handler.files["food-101.tar.gz"] = good
     usage = type("Usage", (), {"free": 10})
     monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(UserError, match="10 B free"):
+    with pytest.raises(UserError, match="10 B of free space"):
         open_data(config, SPEC, 0)
     assert list(root.iterdir()) == []
 

@@ -30,7 +30,7 @@ def test_a_lone_quote_swallows_no_rows_of_a_tsv(tmp_path: Path) -> None:
 
 def test_a_lone_quote_in_a_csv_is_refused_with_its_lines(tmp_path: Path) -> None:
     write_all(tmp_path, {"a.csv": table([*sentences(20), *LONE])})
-    with pytest.raises(UserError, match=r"lines 22–25: a quote opens .*4 lines .*quotes=false\. .*quotes=true"):
+    with pytest.raises(UserError, match=r"lines 22–25: a quote that opens .*4 lines .*quotes=false\. .*quotes=true"):
         open_set(tmp_path)
     assert size(open_set(tmp_path, quotes=False)) == 24
     assert size(open_set(tmp_path, quotes=True)) == 21
@@ -129,7 +129,7 @@ ACCENTS = PLAIN + "caf\u00e9 \u2019apple\u2019,fruit\n"
         (ACCENTS.encode() + b"\xff,fruit\n", r"line 23: .* mixes encodings: 3 non-ASCII characters .* 1 is not"),
         ((PLAIN + "a\0b,fruit\n").encode(), r"line 22: the text contains 1 NUL character"),
         (gzip.compress(PLAIN.encode(), mtime=0)[:60], r"is a damaged gzip file"),
-        (b"PK\x03\x04....", r"is a ZIP archive .*save the sheet as \.csv"),
+        (b"PK\x03\x04....", r"is a ZIP archive.*save the sheet as \.csv"),
         (b"PAR1....", r"is a Parquet file\. Convert the file"),
         (b"version https://git-lfs.github.com/spec/v1\n", r"is a Git LFS pointer"),
         (b"\n<!DOCTYPE html><html></html>", r"is a web page instead of a file of rows"),

@@ -251,7 +251,7 @@ def test_rte_is_read_from_its_files(tmp_path: Path) -> None:
 def test_an_incomplete_rte_is_refused(tmp_path: Path) -> None:
     _write_rte(tmp_path, train=2000)
     config = settings(tmp_path, name="rte", text=TextConfig(columns=["sentence1", "sentence2"]))
-    with pytest.raises(UserError, match=r"train\.tsv has 2,000 rows instead of 2,490"):
+    with pytest.raises(UserError, match=r"train\.tsv contains 2,000 rows instead of 2,490"):
         read_data(config)
     (tmp_path / "RTE" / "dev.tsv").unlink()
     assert "does not contain dev.tsv" in str(missing_data(config))

@@ -216,7 +216,10 @@ def tensor(values: Any, dtype: Any) -> Callable[[dict[str, Any]], None]:
         (tensor({}, "float32"), "the values of a tensor cannot be read"),
         (tensor([[1], [2, 3]], "float32"), "the values of a tensor cannot be read"),
         (tensor([2**80], "int8"), "the values of a tensor cannot be read"),
-        (lambda about: about["state"][about["methods"][0]].pop("steps"), r"method top_layers \(KeyError: 'steps'"),
+        (
+            lambda about: about["state"][about["methods"][0]].pop("steps"),
+            r"method top_layers is invalid \(KeyError: 'steps'",
+        ),
         (lambda about: about["state"][about["methods"][0]].update(steps="2"), "top_layers.steps must be int, got str"),
         (lambda about: about["state"][about["methods"][0]].update(top=5), "top_layers.top must be list, got int"),
     ],

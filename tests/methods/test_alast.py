@@ -322,9 +322,9 @@ def test_what_is_refused_is_left_as_it_was() -> None:
         (behind, r"ResPostBlock\) do not have the structure"),
         (
             dropping,
-            "evit has already been applied to this VisionTransformer, and both methods drop or merge tokens",
+            "evit has been applied to this VisionTransformer, and both methods drop or merge tokens",
         ),
-        (adapted, "lora has already been applied .* but must be applied after alast"),
+        (adapted, "lora has been applied .* but must be applied after alast"),
         (model_of("resnet"), "no class token"),
     ]
     for model, message in cases:

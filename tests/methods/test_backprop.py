@@ -294,7 +294,7 @@ def test_two_projectors_are_refused():
     LBPWHT().apply(model)
     with pytest.raises(
         UserError,
-        match=r"lbp_dct: lbp_wht has been applied .*, and both replace",
+        match=r"lbp_dct: lbp_wht has been applied .*, and both methods replace",
     ):
         LBPDCT().apply(model)
 

@@ -149,7 +149,7 @@ def test_layers_no_wider_than_the_rank_are_left_and_train_as_other_convolutions(
     assert lora.applied is not None
     heads = [f"stages.3.blocks.{b}.token_mixer.talking_head{k}" for b in (2, 3) for k in (1, 2)]
     for name in heads:
-        assert str(lora.applied.skipped[name]) == "rank 8 is not below min(in, out) = 8 channels"
+        assert str(lora.applied.skipped[name]) == "the rank 8 is not below min(in, out) = 8 channels"
         assert lora.applied.skipped[name].reason == Reason.TOO_NARROW
         assert f"{name}.weight" in trains(model)
     lora.remove(model)
@@ -176,7 +176,7 @@ def test_a_selection_that_trains_no_such_weight_is_refused(selection: Method) ->
     model = model_of("vit")
     selection.apply(model)
     before = trains(model)
-    with pytest.raises(UserError, match=r"8 layers .* all frozen by the selection"):
+    with pytest.raises(UserError, match=r"all 8 layers .* are frozen by the selection"):
         LoRA().apply(model)
     assert trains(model) == before
     selection.remove(model)
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_an_adapted_model_loads_into_another(tmp_path: Path) -> 
 def test_a_model_with_other_adapters_is_refused() -> None:
     model = model_of("vit")
     LoRA(rank=2).apply(model)
-    with pytest.raises(UserError, match=r"lora has been applied .* both add modules"):
+    with pytest.raises(UserError, match=r"lora has been applied .* both methods add modules"):
         LoRA(rank=4).apply(model)
     model = model_of("vit")
     inject_adapter_in_model(LoraConfig(target_modules=["qkv"]), model)

@@ -108,7 +108,7 @@ def test_convolutions_that_an_adapter_would_not_follow_are_left() -> None:
     with torch.device("meta"):
         same = timm.create_model("tf_efficientnetv2_b0", num_classes=3)
         dilated = timm.create_model("resnet26", num_classes=3, output_stride=8)
-    for model, why in ((same, "its class Conv2dSame"), (dilated, "dilated")):
+    for model, why in ((same, "the class Conv2dSame"), (dilated, "dilated")):
         report = LoRAFA(rank=4).apply(model)
         left = [n for n, skipped in report.skipped.items() if why in str(skipped)]
         assert left

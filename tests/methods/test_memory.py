@@ -263,7 +263,7 @@ def test_one_way_of_keeping_activations_at_a_time() -> None:
     for second in (Mesa(), Checkpointing(), BackRazor(0.5), SWAT()):
         with pytest.raises(
             UserError,
-            match=rf"{second.name}: back_razor has been applied .* both define how",
+            match=rf"{second.name}: back_razor has been applied .* both methods define how",
         ):
             second.apply(model)
         assert second.applied is None

@@ -338,7 +338,7 @@ def test_experts_go_where_the_selection_trains() -> None:
     assert set(applied.skipped) == {"blocks.0", "blocks.2", "blocks.3"}
     for selection, frozen in ((HeadOnly(), 0), (Blocks([0]), 1)):
         with pytest.raises(
-            SettingError, match=rf"method\.moe\.blocks .* got \[0, 1\].* frozen blocks\.{frozen}\.mlp of"
+            SettingError, match=rf"method\.moe\.blocks .* got \[0, 1\]\. The network blocks\.{frozen}\.mlp of"
         ):
             apply_methods(model_of("vit"), [MoE(4, 2, [0, 1]), selection])
 
@@ -451,7 +451,9 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     ):
         with pytest.raises(SettingError, match=said):
             method.apply(model)
-    with pytest.raises(UserError, match=r"moe: stages\.0\.blocks\.0 .*has an mlp of an unsupported type \(ConvMlp"):
+    with pytest.raises(
+        UserError, match=r"moe: the block stages\.0\.blocks\.0 .*has an mlp of an unsupported type \(ConvMlp"
+    ):
         MoE(4, 2, [0]).apply(model_of("efficientformer"))
     with pytest.raises(UserError, match="no class token"):
         BSRMoE(4, 2, [1], drop_at=[0]).apply(model_of("swinv2"))
@@ -460,7 +462,7 @@ def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     MoE(4, 2, [1]).apply(model)
     assert len(model.blocks[1].mlp.experts) == 3
     for other in (MoE(3, 2, [2]), LoRA(rank=2), BSRMoE(3, 2, [2], drop_at=[1])):
-        with pytest.raises(UserError, match=rf"{other.name}: moe has been applied .* both add modules"):
+        with pytest.raises(UserError, match=rf"{other.name}: moe has been applied .* both methods add modules"):
             other.apply(model)
     for applied, said in ((LoRA(rank=2), "both methods add modules"), (LBPWHT(order=2), "must be applied after moe")):
         changed = model_of("vit")

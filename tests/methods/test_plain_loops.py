@@ -219,7 +219,7 @@ def test_a_session_checks_what_its_methods_select() -> None:
     session.check_optimizers([torch.optim.AdamW(trained(model))])
     session.start()
     session.begin_step(0)
-    with pytest.raises(UserError, match="in no optimizer"):
+    with pytest.raises(UserError, match="not in any optimizer"):
         session.check_optimizers([torch.optim.AdamW(trained(model))])
     network = model_of("vit")
     other = MethodSession(network, Mesa()).apply()

@@ -259,11 +259,11 @@ def test_other_methods_leave_the_modules_alone() -> None:
 @pytest.mark.parametrize(
     ("name", "first", "second", "message"),
     [
-        ("vit", RepNet(), LoRA(), "repnet has been applied .* both add modules"),
-        ("vit", LoRA(), RepNet(), "lora has been applied .* both add modules"),
-        ("mobilenet", RepNet(), TinyTL(), "repnet has been applied .* both add modules"),
-        ("mobilenet", TinyTL(), RepNet(), "tinytl has been applied .* both add modules"),
-        ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both add modules"),
+        ("vit", RepNet(), LoRA(), "repnet has been applied .* both methods add modules"),
+        ("vit", LoRA(), RepNet(), "lora has been applied .* both methods add modules"),
+        ("mobilenet", RepNet(), TinyTL(), "repnet has been applied .* both methods add modules"),
+        ("mobilenet", TinyTL(), RepNet(), "tinytl has been applied .* both methods add modules"),
+        ("vit", RepNet([1]), RepNet([2]), "repnet has been applied .* both methods add modules"),
         ("vit", BSR([1], [1]), RepNet([1]), "merge tokens cannot be used in a block with a side module"),
         ("vit", RepNet([1]), EViT([1]), "has a module that was added by repnet"),
         ("vit", Checkpointing(), RepNet([1]), "Apply other methods after repnet"),

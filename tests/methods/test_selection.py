@@ -187,7 +187,7 @@ def test_what_a_model_does_not_have_cannot_train(method: Method, message: str) -
 def test_a_selection_comes_before_adapters_and_leaves_after_them() -> None:
     model, lora, selection = model_of("vit"), LoRA(rank=2), LastStage()
     lora.apply(model)
-    with pytest.raises(UserError, match=r"lora has already been applied .* must be applied after last_stage"):
+    with pytest.raises(UserError, match=r"lora has been applied .* must be applied after last_stage"):
         LastStage().apply(model)
     lora.remove(model)
     apply_methods(model, [lora, selection])

@@ -285,8 +285,8 @@ def test_only_attention_that_is_kept_in_parts_has_q_and_k_copied_for_the_scores(
         ({"drop_at": [3]}, "indices from 0 to 2"),  # the last block of four
         ({"drop_at": [-1]}, "has no effect"),
         ({"drop_at": [12]}, "4 blocks"),
-        ({"drop_at": [1, 1]}, "each block once"),
-        ({"drop_at": [1, -3]}, "each block once"),
+        ({"drop_at": [1, 1]}, "each block only once"),
+        ({"drop_at": [1, -3]}, "each block only once"),
     ],
 )
 def test_settings_out_of_range_are_named(settings: dict[str, Any], message: str) -> None:
@@ -333,7 +333,7 @@ def test_budgets_that_leave_nothing_are_refused() -> None:
 
 def test_blocks_and_places_are_listed_once() -> None:
     for method in (BSR([1, 1], [1]), BSR([1, -3], [1]), MoE(2, 1, [1, 1]), RepNet([1, 1])):
-        with pytest.raises(SettingError, match="each block once"):
+        with pytest.raises(SettingError, match="each block only once"):
             method.apply(model_of("vit"))
 
 

@@ -398,7 +398,7 @@ def test_a_low_rank_layer_never_takes_merged_tokens_for_others() -> None:
     layer = model.blocks[0].attn.qkv
     assert hasattr(layer, "low_rank")
     layer(x)
-    with token_context(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="merged tokens"):
+    with token_context(Tokens(sizes_BN=torch.ones(2, 65))), pytest.raises(UserError, match="Tokens have been merged"):
         layer(x)
 
 
@@ -419,7 +419,7 @@ def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
         ({"r": 2.5}, "integer"),
         ({"r": True}, "integer"),
         ({"r": "8"}, "integer"),
-        ({"r": []}, "one for each block"),
+        ({"r": []}, "one such integer for each block"),
         ({"r": [8, -1, 8, 8]}, ">= 0"),
         ({"r": [8, 0.5]}, "integer"),
         ({"r": 4, "inflect": 1.5}, r"inflect must be a number from -1 to 1, got 1.5"),

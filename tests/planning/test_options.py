@@ -65,7 +65,7 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
     close = replace(above, process_bytes=plan.memory_bytes + 1)
     assert "low bits: needs slightly more than 1.12 GiB" in plan_text(replace(plan, excluded=(further, close)))
     slow = replace(plan, options=(option(Exactness.EXACT, 1, 9, on_front=True),))
-    assert "time=LONGER allows them" in plan_text(slow)
+    assert "Increase time=TIME to allow these recipes." in plan_text(slow)
 
 
 def test_the_front_has_what_nothing_else_is_better_than() -> None:

@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps")
     _add_model(step, "efficientformer_l1", 32, "*")
     step.add_argument("--unfused", action="store_true", help="do not use fused attention")
-    steps = "number of steps that measure the process memory of each recipe (default 3, or 0 to disable)"
+    steps = "number of steps used to measure the process memory of each recipe (default: 3; 0 disables the measurement)"
     step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
 
     text = "measure the counted memory and the process memory of training steps"

@@ -101,7 +101,7 @@ def print_costs(table: Table, rows: Sequence[Row], form: str, chosen: Sequence[s
     if not columns:
         raise UserError(f"The table {table.name} contains no costs that can be counted. {table.reason or ''}".rstrip())
     data = form in DATA
-    numbers: dict[str, int] = {}  # Maps reasons to their numbers, starting at 1.
+    numbers: dict[str, int] = {}  # Maps each reason to its number, starting at 1.
     counted = count_rows(table, rows, processes, lambda done, of: status(f"counted {done} of {of} steps"))
     lines = (_line(row, columns, cost_cells(table, row), data, numbers) for row in counted)
     shown = _columns(columns)

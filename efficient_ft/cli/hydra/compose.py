@@ -93,7 +93,7 @@ def configured(arguments: Sequence[str]) -> Config:
 
 
 def chosen_options(hydra: Any, arguments: Sequence[str]) -> dict[str, Any] | None:
-    """Return the settings of the options that a job selects, without other arguments, or None if composition fails."""
+    """Return the settings of the selected options without the other arguments, or None if composition fails."""
     groups = {"method", *(str(group).partition("@")[0] for group in hydra.runtime.choices)}
     parsed = OverridesParser.create().parse_overrides(list(arguments))
     chosen = [one for one in parsed if one.key_or_group in groups and not isinstance(one.value(), dict)]

@@ -251,10 +251,10 @@ class MoE(ExpertsMethod):
     initial output is unchanged. An expert that receives no tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
-    (``….mlp.experts.…``) are copies of the first one. The copies and the gates (``….mlp.gate.…``) cannot be merged.
-    Exported weights therefore contain the copies and the gates. `remove` keeps the first expert with its trained
-    weights. In a network with several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set `task` to
-    select a task.
+    (``….mlp.experts.…``) are copies of the first one. The copied experts and their gates (``….mlp.gate.…``) cannot be
+    merged. Exported weights therefore contain the copies and the gates. `remove` keeps the first expert with its
+    trained weights. In a network with several tasks (`efficient_ft.models.tasks`), each task has separate gates. Set
+    `task` to select a task.
 
     Args:
         num_experts: number of experts in each listed block. Must be at least 1.

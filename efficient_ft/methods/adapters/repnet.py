@@ -70,8 +70,7 @@ class RepNet(Method):
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or
             if a block does not support side modules.
         UserError: Raised by `apply` if no supported block is trainable, or if the number of channels of a block in a
-            CNN is not a multiple of 8. Also raised if a method has been applied that adds modules or drops tokens in
-            these blocks.
+            CNN is not a multiple of 8. Also raised if an applied method adds modules or drops tokens in these blocks.
     """
 
     name = "repnet"

@@ -258,8 +258,8 @@ class LowRankBackward(Method):
         exact, low_rank = backward_flops(projection, layer.channels)
         if self.as_published or low_rank < exact:
             return None
-        costs = f"{format_number(exact, 'FLOPs')} compared with {format_number(low_rank, 'FLOPs')}"
-        return f"exact is cheaper: the backward pass costs {costs} at rank {projection.rank}"
+        costs = f"{format_number(exact, 'FLOPs')} instead of {format_number(low_rank, 'FLOPs')}"
+        return f"the exact backward pass is cheaper: {costs} at rank {projection.rank}"
 
     def _remove(self, model: nn.Module) -> None:
         separate_gelu(model)

@@ -34,8 +34,8 @@ from efficient_ft.ops.storage import Dense, GroupBits, Packer, Sparse
 
 #: Reason why low-rank methods cannot be combined with methods that change the forward pass of layers.
 DENSE_FORWARD = "low-rank layers have their own dense forward pass and save their projected input"
-#: Reasons why a layer inside a packed part is not packed. The input of such a layer has no dimension for the images of
-#: the batch.
+#: Reasons why a layer is not packed although it belongs to a packed module. The input of such a layer has no dimension
+#: for the images of the batch.
 _NO_BATCH = (Reason.NOT_FROM_IMAGES, Reason.ROUTED)
 
 
@@ -102,8 +102,8 @@ def with_position_network(policy: Policy) -> Policy:
 
     The gradient of the bias equals the gradient of the attention scores, summed over images and windows. Each row of
     this gradient sums to 0, so that most of the terms in the gradient of the network cancel out. If q, k, v and the
-    output of the softmax were stored with low precision, the gradient of the network would consist mostly of errors.
-    Therefore, `Sparse` and `GroupBits` are replaced by a format with 8 bits per value.
+    output of the softmax were stored in low precision, errors would dominate the gradient of the network. Therefore,
+    `Sparse` and `GroupBits` are replaced by a format with 8 bits per value.
     """
     packer = policy.attention
     if isinstance(packer, Dense) or (isinstance(packer, Sparse) and not packer.sparsity and not packer.eight_bits):

@@ -130,7 +130,7 @@ class _MergingForward(TokenForward):
         return r > 0
 
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
-        """Merge r tokens of x, and return the remaining tokens and their record."""
+        """Merge r tokens of x, and return the remaining tokens and a record of the merges."""
         if not attention.keys:
             raise UserError(
                 f"method tome: the keys of {type(self.module.attn).__name__} were not found, because this module does"

@@ -137,7 +137,7 @@ class ALaST(LayersPerStep, TokenMethod):
         train_embeddings: bool = True,
         seed: int | None = None,
     ) -> None:
-        """Create the method with the given settings."""
+        """Create the method. Its parameters are the settings."""
         super().__init__(num_layers, train_embeddings, seed)
         for setting, value in zip(_NUMBERS, (budget_min, budget_max, budget_init, budget_lr), strict=True):
             check_number(setting, value, "a number >= 0", lambda number: number >= 0)

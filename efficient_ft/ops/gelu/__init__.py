@@ -118,7 +118,8 @@ def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 def _backward(
     g: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient of x. If `mean` (C,) is given, also return the sums Σ h and Σ h · (x - mean), each (C,).
+    """Return the gradient with respect to x. If `mean` (C,) is given, also return the sums Σ h and Σ h · (x - mean),
+    each (C,).
 
     h is the gradient of x · scale + shift. If `scale` and `shift` (C,) are given, x must have the channels-last format.
     """

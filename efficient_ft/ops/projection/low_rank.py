@@ -78,7 +78,7 @@ class _LowRankLinear(torch.autograd.Function):
 
 
 class _LowRankConv1x1(torch.autograd.Function):
-    """1×1 convolution on maps (B, C, H, W)."""
+    """1×1 convolution on feature maps of shape (B, C, H, W)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any) -> Tensor:

@@ -110,8 +110,8 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
     """Build the block-wise WHT of a map. Each 8×8 block is one tile, and tiles are ordered row by row.
 
     The grid is padded to multiples of 8 and divided into blocks that share their bases. The bases are rows of H/8,
-    where H is the Walsh–Hadamard matrix of ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore require no
-    further scaling.
+    where H is the Walsh–Hadamard matrix with entries ±1. The products ĝᵀx̂ and H_Iᵀ(ĝw)/64 of the paper therefore
+    require no further scaling.
 
     Args:
         grid: Size of the map, (H, W).

@@ -10,7 +10,7 @@ are therefore exact. No tensor is saved for parameters that do not require gradi
 An operation that is not in the `table` runs unchanged, and operations inside this operation are not intercepted. For
 example, the mode sees ``nn.MultiheadAttention`` as a single function, which has its own entry in the table.
 
-A tensor that several operations save is packed only once, for example the input of separate q, k and v layers.
+A tensor that is saved by several operations, for example the input of separate q, k and v layers, is packed only once.
 
 Packers with state identify a tensor by its name. The name consists of the part of the model, the module in that part,
 the operation, and the role of the tensor in the operation. Repeated calls of an operation or a module are numbered,

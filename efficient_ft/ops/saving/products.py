@@ -18,7 +18,9 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer with exact gradients g_x = g w and g_b. The gradient g_w = gᵀ x uses the unpacked x."""
+    """Linear layer with exact gradients of the input (g_x = g w) and the bias (g_b). The weight gradient g_w = gᵀ x
+    uses the unpacked x.
+    """
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

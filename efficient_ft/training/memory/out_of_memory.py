@@ -75,7 +75,7 @@ def out_of_memory(config: Config) -> Iterator[None]:
 
 
 def _forget(error: BaseException | None) -> None:
-    """Free the objects that the frames of an error and of its causes reference, e.g. the model and activations."""
+    """Free the objects, e.g. the model and activations, that the frames of an error and its causes reference."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

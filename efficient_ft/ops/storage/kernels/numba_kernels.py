@@ -162,8 +162,8 @@ def _in_rank(sample, rank, largest):
 def _exact_threshold(x, where, hop, largest, kept, sample, out):
     """Return the threshold, and the number of values whose magnitude is at least the threshold.
 
-    A subsample determines a bracket around the threshold. The threshold is then selected from the few values in the
-    bracket (Floyd, Rivest, CACM 1975).
+    A bracket around the threshold is estimated from a subsample. The threshold is then selected from the few values in
+    the bracket (Floyd, Rivest, CACM 1975).
     """
     start, step, pieces, length = where
     n, m = pieces * length, len(sample)

@@ -74,7 +74,7 @@ def gather(
     """Write at most `room` magnitudes per row that are in the range given by `state` to `candidates` (row, room).
 
     `number` (row,) counts the candidates and must be 0 before the call. For each tile, the kernel writes two counts to
-    `found` (row, tile, 2): the number of magnitudes above the range, and the number of candidates. The index of the
+    `found` (row, tile, 2): number of magnitudes above the range and number of candidates in each tile. The index of the
     first candidate of each tile is written to `offset` (row, tile).
     """
     n, stride = n * UNIT, stride * UNIT
