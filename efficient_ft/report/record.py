@@ -143,5 +143,6 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
     else:
         facts["Accuracy"] = "the run has not finished"
     steps = record.steps
-    facts["Recorded"] = f"{len(steps)} steps (from {steps[0]} to {steps[-1]}), batch size {config.data.batch_size}"
+    span = f"{len(steps)} optimizer steps (from {steps[0]} to {steps[-1]})"
+    facts["Recorded"] = f"{span}, batch size {config.data.batch_size}"
     return facts, config

@@ -17,7 +17,7 @@ from tests.cli.program import call
     [
         (["--cfg", "job", "--info"], r"^The flags --cfg and --info cannot be combined\. Use only one flag\.$"),
         (["--shell-completion", "--run"], r"^The flags --run and --shell-completion cannot be combined"),
-        (["-m", "--info", "plugins"], r"^--multirun and --info cannot be combined"),
+        (["-m", "--info", "plugins"], r"^The flags --multirun and --info cannot be combined"),
         (["-m", "--cfg", "job"], r"^--cfg prints the configuration of one run"),
         (["--cfg", "hydra", "--resolve"], r"^--cfg hydra cannot be resolved, .* --cfg all --resolve\.$"),
         (["--resolve"], r"^--resolve requires --cfg job"),

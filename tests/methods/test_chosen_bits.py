@@ -132,7 +132,7 @@ def test_the_choice_is_reported_and_keeps_to_the_budget() -> None:
     assert 2.8 < mean <= 3.0
     state = chosen(method)
     assert state.forms is not None
-    assert len(re.findall(r"\d+/\d+", note.partition("tensor:")[2])) == len(state.forms) == len(state.values)
+    assert len(re.findall(r"\d+/\d+", note.partition("tensor are:")[2])) == len(state.forms) == len(state.values)
     assert len(set(state.forms.values())) > 2
     kept = chosen(method).forms
     for seed in (5, 6):

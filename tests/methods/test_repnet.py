@@ -152,7 +152,7 @@ def test_it_keeps_to_the_part_that_the_selection_leaves() -> None:
     assert str(report.applied.skipped["layer1.0"]) == "frozen by the selection"
     assert str(report.applied.skipped["layer4.0"]) == "no side module: the block is not listed in blocks"
     for places in (None, [0]):
-        with pytest.raises(UserError, match=r"repnet: all .* of resnet26 are frozen by the selection. Select full"):
+        with pytest.raises(UserError, match=r"repnet: all blocks of .* are frozen by the selection. Select full"):
             apply_methods(timm.create_model("resnet26"), [RepNet(places), Blocks([-1]) if places else HeadOnly()])
 
 

@@ -165,7 +165,7 @@ def test_other_methods_leave_the_modules_alone():
     apply_methods(model, [TinyTL(), LBPWHT(order=2)])
     assert all(type(m.conv2) is timm.layers.StdConv2d for m in blocks_with(model).values())
     assert not any("lite_residual" in layer.name for layer in view(model).layers)
-    with pytest.raises(UserError, match="lora and tinytl both methods add modules"):
+    with pytest.raises(UserError, match="lora and tinytl both add modules"):
         apply_methods(mobile(), [TinyTL(), LoRA(targets="all")])
     with pytest.raises(UserError, match=r"tinytl has been applied .* both methods add modules"):
         TinyTL(kernel_size=3).apply(model)

@@ -383,7 +383,7 @@ def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_toke
 def test_two_methods_that_drop_tokens_are_refused() -> None:
     model = model_of("vit")
     EViT([1]).apply(model)
-    with pytest.raises(UserError, match="already"):
+    with pytest.raises(UserError, match="has been applied"):
         EViT([2]).apply(model)
 
 

@@ -166,7 +166,7 @@ def test_attention_without_keys_or_with_a_mask_is_refused() -> None:
             q = x.unsqueeze(1)
             return F.scaled_dot_product_attention(q, q, q, attn_mask=x.new_zeros(x.shape[1], x.shape[1])).squeeze(1)
 
-    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "that uses a mask")):
+    for attention, message in ((Mean(), "keys of Mean were not found"), (Masked(), "with a mask")):
         model: Any = small_vit("vit_tiny_patch16_224")
         model.blocks[1].attn = attention
         with pytest.raises(UserError, match=f"method tome: .*{message}"):
@@ -407,7 +407,7 @@ def test_two_methods_that_change_the_tokens_are_refused(other: Any) -> None:
     for first, second in ((other, lambda: ToMe(4)), (lambda: ToMe(4), other)):
         model = model_of("vit")
         first().apply(model)
-        with pytest.raises(UserError, match="already"):
+        with pytest.raises(UserError, match="has been applied"):
             second().apply(model)
 
 

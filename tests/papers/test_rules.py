@@ -72,7 +72,7 @@ def test_selections_on_the_plain_cnn_take_less_than_printed(name: str, method: A
     plain = count_cost(replace(how, methods=(method,))).memory
     assert plain == pytest.approx(memory, abs=0.1)
     assert plain < float(row.costs["train_memory_mb"]) - 1
-    assert f"the plain model has {memory}" in how.note
+    assert f"The plain model requires {memory}" in how.note
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_bsr_s_ablation_as_published_and_as_listed(name: str) -> None:
     everywhere = published(model, 128, (224, 224), rule=BSR_RULE).bytes / 2**20
     assert everywhere == pytest.approx(passing, abs=0.5)
     if "0" not in blocks:
-        assert f": {passing}" in how.note
+        assert f"the value is {passing}" in how.note
 
 
 def test_which_names_contain_an_index() -> None:

@@ -123,7 +123,7 @@ def test_what_a_failed_step_holds_is_freed_before_the_prediction(monkeypatch: py
 
     monkeypatch.setattr(module, "smaller_evaluation", lambda *arguments: None)
     monkeypatch.setattr(module, "largest_batch", largest)
-    with pytest.raises(UserError, match="batch_size=5 is predicted"), _caught():
+    with pytest.raises(UserError, match="batch_size=5, the run is predicted"), _caught():
         step()
 
 
