@@ -269,7 +269,7 @@ def test_words_that_bench_cannot_use(words: str, said: str) -> None:
     ],
 )
 def test_every_command_refuses_a_doubled_setting(command: str, words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must be given once|is given more than once"):
+    with pytest.raises(UserError, match=r"must be given once|is given more than once"):
         importlib.import_module(COMMANDS[command]).main([str(tmp_path) if word == "FOLDER" else word for word in words])
 
 
