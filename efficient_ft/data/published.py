@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
         if len(part) and not 0 <= part.labels.min() <= part.labels.max() < len(listing.class_names):
             raise UserError(f"data={name}: the lists in {where} contain labels without a class. {again}")
     files = [part.images for part in splits.values() if isinstance(part.images, Paths)]
-    gone = _nonexistent(files)
+    names_in = cache(lambda folder: frozenset(os.listdir(folder) if os.path.isdir(folder) else ()))
+    listed = (path for paths in files for path in paths)  # reading each folder once is faster than checking each file
+    gone = [path for path in listed if os.path.basename(path) not in names_in(os.path.dirname(path))]
     if gone:
         raise UserError(
             f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, for example"
@@ -130,19 +133,6 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     for paths in files:
         refuse_elsewhere(paths, where, follow_links)
     return listing
-
-
-def _nonexistent(parts: Sequence[Paths]) -> list[str]:
-    """Return the listed files that do not exist. Reading each folder once is faster than checking each file."""
-    folders: dict[str, set[str]] = {}
-    gone = []
-    for path in (path for paths in parts for path in paths):
-        folder, name = os.path.split(path)
-        if folder not in folders:
-            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-        if name not in folders[folder]:
-            gone.append(path)
-    return gone
 
 
 def _samples(dataset: Any) -> Samples:
