@@ -56,9 +56,8 @@ class TextListing(AnyListing):
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(
-        default_factory=dict, kw_only=True
-    )  # reason for each unusable row or file, keyed by location
+    #: Reason for each unusable row or file, keyed by location.
+    skipped: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -160,14 +159,9 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
 def _classes(
     usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: SplitRows
 ) -> tuple[dict[str, str], list[str]]:
-    raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
-    names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
-    counts: dict[str, Counter[str]] = {split: Counter() for split in raw}
-    places: dict[str, dict[str, str]] = {split: {} for split in raw}
-    for split, rows in usable.items():
-        for row in rows:
-            counts[split][names[row.label]] += 1
-            places[split].setdefault(names[row.label], row.place)
+    names, notes = spellings(Counter(row.label for rows in usable.values() for row in rows), settings.ignore_case)
+    counts = {split: Counter(names[row.label] for row in rows) for split, rows in usable.items()}
+    places = {split: {names[row.label]: row.place for row in reversed(rows)} for split, rows in usable.items()}
     require_texts(counts["train"], top, places["train"])
     known = sorted(counts["train"], key=in_order)
     for split in ("val", "test"):
