@@ -153,9 +153,8 @@ def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]
-        names = getattr(parts[0], "classes", None)  # None for Flowers-102 in older torchvision versions
-        names = [f"flower {i}" for i in range(1, 103)] if names is None else [str(name) for name in names]
         train, *val, test = map(_samples, parts)
+        names = [str(name) for name in parts[0].classes]
         return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
 
     return read
@@ -198,6 +197,14 @@ def _cifar(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) ->
     return PublishedSet(title, classes, kind.base_folder, (archive,), read, intact)
 
 
+def _file(
+    folder: str, url: str, md5: str | None, size: int | None = None, unpacks: str | None = None, *contents: str
+) -> Archive:
+    """Describe a file at a URL. The file and the folder `unpacks` are stored in `folder`."""
+    path = f"{folder}/{url.rpartition('/')[2]}"
+    return Archive(path, None if unpacks is None else f"{folder}/{unpacks}", url, md5, size, contents)
+
+
 _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
@@ -212,17 +219,9 @@ PUBLISHED: dict[str, PublishedSet] = {
         102,
         "flowers-102",
         (
-            Archive(
-                "flowers-102/102flowers.tgz",
-                "flowers-102/jpg",
-                f"{_FLOWERS}/102flowers.tgz",
-                "52808999861908f626f3c1f4e79d11fa",
-                344862509,
-            ),
-            Archive(
-                "flowers-102/imagelabels.mat", None, f"{_FLOWERS}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"
-            ),
-            Archive("flowers-102/setid.mat", None, f"{_FLOWERS}/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c"),
+            _file("flowers-102", f"{_FLOWERS}/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa", 344862509, "jpg"),
+            _file("flowers-102", f"{_FLOWERS}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"),
+            _file("flowers-102", f"{_FLOWERS}/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c"),
         ),
         _reader(datasets.Flowers102, "train", "val", "test"),
     ),
@@ -247,20 +246,15 @@ PUBLISHED: dict[str, PublishedSet] = {
         37,
         "oxford-iiit-pet",
         (
-            Archive(
-                "oxford-iiit-pet/images.tar.gz",
-                "oxford-iiit-pet/images",
-                f"{_PETS}/images.tar.gz",
-                "5c4f3ee8e5d25df40f4fd59a7f44e54c",
-                791918971,
-            ),
-            Archive(
-                "oxford-iiit-pet/annotations.tar.gz",
-                "oxford-iiit-pet/annotations",
+            _file("oxford-iiit-pet", f"{_PETS}/images.tar.gz", "5c4f3ee8e5d25df40f4fd59a7f44e54c", 791918971, "images"),
+            _file(
+                "oxford-iiit-pet",
                 f"{_PETS}/annotations.tar.gz",
                 "95a8c909bbe2e81eed6a22bccdf3f68f",
                 19173078,
-                ("trainval.txt", "test.txt"),
+                "annotations",
+                "trainval.txt",
+                "test.txt",
             ),
         ),
         _reader(datasets.OxfordIIITPet, "trainval", "test"),
