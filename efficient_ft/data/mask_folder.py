@@ -67,8 +67,6 @@ def read_mask_folder(
         samples = found.samples(split, pairs)
         if len(samples):
             parts[split], origins[split] = samples, ", ".join(shown(pair[0].path, root) for pair in pairs)
-    if "train" not in parts:
-        raise UserError(f"The folder {printable(root.absolute())} contains no training images with masks. {LAYOUT}")
     found.leave_out(tree, {area.path for area in tree.areas} - folders)
     notes += files.notes(root) + found.notes
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
@@ -174,8 +172,6 @@ class _Pairs:
                 )
         counts = {shown(area.path, self._root): area.count for area in tree.areas if area.path in unused}
         counts |= {f"{printable(name)}/": count for name, count in tree.plain.items() if name != "."}
-        named = {key[len("images without masks (") : -1] for key in self.left_out if key.startswith("images without")}
-        counts = {name: count for name, count in counts.items() if name not in named}
         if counts:
             self.left_out["files in other folders"] += sum(counts.values())
             listed = [f"{name} ({counted(count, 'file')})" for name, count in counts.items()]
