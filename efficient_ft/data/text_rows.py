@@ -128,12 +128,7 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
         known = "for example cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis (Japanese)"
         guess = f"Set data.text.encoding to the encoding of the file, {known}."
     else:
-        western = "latin-1"
-        try:
-            raw.decode("cp1252")
-            western = "cp1252"
-        except UnicodeDecodeError:
-            pass
+        western = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", raw) else "cp1252"  # undefined bytes of cp1252
         guess = f"The text may be {western}. Set data.text.encoding={western}, and check the accented letters."
     return UserError(f"{where} {guess} You can also convert the file with iconv -f ENCODING -t utf-8.")
 
