@@ -112,11 +112,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
         self._transform, self._seed, self._decoded = transform, seed, decoded
         self.labels = torch.from_numpy(samples.labels)
-        self._paths: Paths | None = None
-        self._pixels: Tensor | None = None
+        self._images: Paths | Tensor
         self._resized = False
         if isinstance(samples.images, Paths):
-            self._paths = samples.images
+            self._images = samples.images
         else:
             pixels = samples.images
             height, width = transform.resize_size or pixels.shape[1:3]
@@ -124,20 +123,19 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
                 pixels = np.stack([np.asarray(transform.resize(Image.fromarray(p))) for p in pixels])
                 self._resized = True
             # The pixels are stored in a tensor, because spawned worker processes share the memory of tensors.
-            self._pixels = torch.from_numpy(np.ascontiguousarray(pixels))
+            self._images = torch.from_numpy(np.ascontiguousarray(pixels))
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def _image(self, index: int) -> Image.Image:
-        if self._pixels is not None:
-            image = Image.fromarray(self._pixels[index].numpy())
+        if isinstance(self._images, Tensor):
+            image = Image.fromarray(self._images[index].numpy())
             return image if self._resized else self._transform.resize(image)
-        assert self._paths is not None
         kept = None if self._decoded is None else self._decoded.read(index)
         if kept is not None:
             return kept
-        image = self._transform.resize(self._transform.read(self._paths[index]))
+        image = self._transform.resize(self._transform.read(self._images[index]))
         if self._decoded is not None:
             self._decoded.keep(index, image)
         return image
