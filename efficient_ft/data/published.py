@@ -210,7 +210,6 @@ _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
 #: Image data sets, keyed by name. URLs and checksums are taken from torchvision, and sizes from the publishers.
-#: fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
     "cifar100": _cifar(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
@@ -306,7 +305,6 @@ PUBLISHED: dict[str, PublishedSet] = {
         by_hand="Download the archive manually from https://data.caltech.edu/records/65de6-vp158.",
     ),
 }
-# fmt: on
 
 
 #: File name and number of rows of each RTE split.

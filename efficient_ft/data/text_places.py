@@ -324,8 +324,8 @@ class Reader:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             found = f"Found: {there}.{not_used}"
-            place = f"The folder {printable(folder.absolute())}"
-            raise UserError(f"{place} contains no texts in class folders. {found} {LAYOUT}")
+            about = f"The folder {printable(folder.absolute())} contains no texts in class folders."
+            raise UserError(f"{about} {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
                 f"The folder {printable(folder.absolute())} contains class folders without .txt files: {some(empty)}."
