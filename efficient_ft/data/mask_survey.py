@@ -105,7 +105,8 @@ def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = 
     for split, part in parts.items():
         size = len(part)
         chosen = spread(size, size if thorough else max(HEADERS * size // max(total, 1), 1))
-        found.headers[split] = list(in_threads(_pair, [(part.images[i], part.masks[i]) for i in chosen]))
+        paths = [(part.images[i], part.masks[i]) for i in chosen]
+        found.headers[split] = list(in_threads(lambda pair: _pair(*pair, *map(size_and_time, pair)), paths))
         pixels = max((np.prod(pair.header.size) for pair in found.headers[split] if pair.header), default=1)
         count = int(min(DECODED if split == "train" else DECODED // 4, max(_PIXELS // max(pixels, 1), 4)))
         decoded = [part.masks[i] for i in spread(size, size if thorough else count)]
@@ -115,12 +116,8 @@ def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = 
     return found
 
 
-def _pair(paths: tuple[str, str]) -> Pair:
-    return _cached_pair(*paths, *map(size_and_time, paths))
-
-
 @lru_cache(maxsize=4 * HEADERS)
-def _cached_pair(image: str, mask: str, *_versions: tuple[int, int] | None) -> Pair:
+def _pair(image: str, mask: str, *_versions: tuple[int, int] | None) -> Pair:
     header = None
     with contextlib.suppress(UserError):  # the error is reported when the mask is read
         header = read_header(mask)
@@ -222,7 +219,7 @@ def examined(found: Survey, *splits: str) -> str:
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
     """Raise `UserError` if palette indices are used as class ids, but palettes assign different colors to one index."""
-    if classes.palette == "index" or (classes.colors and classes.palette != "index"):
+    if classes.palette == "index" or classes.colors:
         return
     entries = [value for value in classes.ids if value < 256]
     palettes = [(pair.mask, pair.header.palette) for pair in found.pairs if pair.header]
