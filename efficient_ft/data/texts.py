@@ -128,8 +128,8 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
             why = f": {reasons_of(here)}. The first unusable text is {next(iter(here.values()))}" if here else "."
             raise UserError(f"{source} contains no usable text for the {split} split{why}{found.without(split)}")
     try:
-        column = settings.label if found.columns else None
-        require_classes([row.label for row in usable["train"]], top, column, found.columns)
+        if found.columns:  # labels that are folder names are not checked
+            require_classes([row.label for row in usable["train"]], top, settings.label, found.columns)
         names, notes = _classes(usable, top, settings, found)
     except UserError as error:
         if not skipped:
@@ -240,14 +240,11 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
     return same, notes
 
 
-def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
+def require_classes(labels: Sequence[str], source: str, column: str, columns: Sequence[str]) -> None:
     """Raise `UserError` if the labels of the training texts in `source` are a quantity or free text.
 
-    The message contains the names of the label column and of all other columns. Labels that are folder names (`column`
-    is None) are not checked.
+    The message contains the names of the label column and of all other columns.
     """
-    if column is None:
-        return
     counts = Counter(labels)
     listed = ", ".join(map(plain_line, columns))
     choose = f"Set data.text.label to the column that contains the classes. The columns are {listed}."
