@@ -141,8 +141,9 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
-    labels, starts = np.unique(samples.labels[by_class], return_index=True)
-    for label, positions in zip(labels.tolist(), np.split(by_class, starts)[1:], strict=True):
+    starts = np.flatnonzero(np.diff(samples.labels[by_class])) + 1
+    for positions in np.split(by_class, starts) if len(samples) else []:
+        label = int(samples.labels[positions[0]])
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
