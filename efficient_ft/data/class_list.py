@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -267,21 +267,14 @@ def _clean(name: str) -> str:
     return bare.strip("\"'").strip()
 
 
-#: Advice in the error message for a folder without a class list.
-ADVICE = "Create classes.txt, set data.masks.classes=[NAME,…], or map the ids with data.masks.values={VALUE: NAME, …}."
-
-
-class NoClassListError(UserError):
-    """Error for a folder that contains no class list."""
-
-
-def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]]:
+def folder_classes(root: Path, settings: MaskConfig, values_found: Callable[[], str]) -> tuple[Classes, list[str]]:
     """Return the mask classes of a folder and notes for the user.
 
-    Raise `NoClassListError` if there is no class list, `UserError` if the list is invalid or contains fewer than two
-    classes, and `SettingError` if a setting is invalid.
+    Raise `UserError` if there is no class list, or if the list is invalid or contains fewer than two classes, and
+    `SettingError` if a setting is invalid. If there is no class list, the message contains the result of
+    `values_found`.
     """
-    found = _listed(root, settings)
+    found = _listed(root, settings, values_found)
     entries = list(found.entries)
     if settings.colors is not None:
         entries = _colored(entries, {name: _rgb(color) for name, color in settings.colors.items()})
@@ -309,7 +302,7 @@ def folder_classes(root: Path, settings: MaskConfig) -> tuple[Classes, list[str]
     return _with_colors(classes, entries, settings), list(found.notes)
 
 
-def _listed(root: Path, settings: MaskConfig) -> ClassList:
+def _listed(root: Path, settings: MaskConfig, values_found: Callable[[], str]) -> ClassList:
     if settings.classes is not None:
         return listed_names(settings.classes, "data.masks.classes")
     found = read_class_list(root)
@@ -325,9 +318,10 @@ def _listed(root: Path, settings: MaskConfig) -> ClassList:
         return listed_names(sorted(name for name in settings.colors if is_class(name)), "data.masks.colors")
     others = sorted(one.name for one in root.iterdir() if one.suffix.lower() in (".txt", ".json", ".csv", ".yaml"))
     has = f" The folder contains {', '.join(map(printable, others[:3]))}." if others else ""
-    raise NoClassListError(
+    raise UserError(
         f"The folder {printable(root.absolute())} has no classes.txt. This file must list the class names, one per"
-        f" line, in the order of the mask ids (0, 1, …).{has}"
+        f" line, in the order of the mask ids (0, 1, …).{has}{values_found()} Create classes.txt, set"
+        " data.masks.classes=[NAME,…], or map the ids with data.masks.values={VALUE: NAME, …}."
     )
 
 

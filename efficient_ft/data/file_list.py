@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,14 @@ from efficient_ft.data.counts import some
 def unreadable(path: str | Path, error: OSError) -> UserError:
     """Return the error for a file or folder that cannot be read."""
     return UserError(f"The path {printable(path)} cannot be read ({error.strerror}). Check the permissions.")
+
+
+def size_and_time(path: str) -> tuple[int, int] | None:
+    """Return the size of a file in bytes and its modification time in nanoseconds, or None if it does not exist."""
+    with contextlib.suppress(OSError):  # the error is reported when the file is read for training
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+    return None
 
 
 def visible_entries(folder: str | Path) -> Iterator[os.DirEntry[str]]:

@@ -177,12 +177,9 @@ def _odd(result: Inspection, found: Survey, classes: Classes) -> None:
 def _inverted(result: Inspection, paths: Sequence[str], pixels: np.ndarray, classes: Classes) -> None:
     """Add a warning if the two classes may be swapped in some masks.
 
-    `pixels` contains the number of pixels of both classes in each of N masks: int64 (N, 2).
-
-    The masks are divided into two groups: masks in which the foreground covers at most half of the pixels, and masks in
-        which it covers more than half.
-    A warning is added only if no foreground fraction is close to one half, and if the median foreground fraction of the
-    first group is similar to the median background fraction of the second group.
+    `pixels` contains the number of pixels of both classes in each of N masks: int64 (N, 2). A warning is added only if
+    no foreground fraction is close to one half, and if the median foreground fraction of the masks whose foreground
+    covers at most half of the pixels is similar to the median background fraction of the other masks.
     """
     mixed = np.flatnonzero(pixels.all(axis=1))  # masks with a single class are ignored
     share = pixels[mixed, 1] / np.maximum(pixels[mixed].sum(axis=1), 1)

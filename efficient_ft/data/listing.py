@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from efficient_ft.data.file_list import Paths
+from efficient_ft.data.file_list import Paths, size_and_time
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.splits import SPLITS
 
@@ -30,17 +30,9 @@ def splits_of(listing: Any) -> dict[str, Any]:
 def hash_files(hasher: Any, paths: Iterable[str]) -> str:
     """Update a hash with the path, size and modification time of each file, and return its hexadecimal digest."""
     for path in paths:
-        about = " ".join(_status(path))
+        about = " ".join(map(str, size_and_time(path) or "?"))
         hasher.update(f"{os.path.abspath(path)} {about}\n".encode(errors="surrogateescape"))
     return str(hasher.hexdigest())
-
-
-def _status(path: str) -> tuple[str, ...]:
-    try:
-        status = os.stat(path)
-    except OSError:  # the error is reported when the file is read for training
-        return ("?",)
-    return str(status.st_size), str(status.st_mtime_ns)
 
 
 @dataclass
@@ -120,7 +112,10 @@ class Listing(AnyListing):
             hasher.update(label_bytes(part.labels))
             for i in spread(len(part), DIGEST_FILES):
                 image = part.images[i]
-                hasher.update(image.tobytes() if isinstance(image, np.ndarray) else f"{_status(image)[0]} ".encode())
+                if isinstance(image, np.ndarray):
+                    hasher.update(image.tobytes())
+                else:
+                    hasher.update(f"{(size_and_time(image) or '?')[0]} ".encode())
         return hasher.hexdigest()
 
 
@@ -146,11 +141,9 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     """
     held_out = np.zeros(len(samples), dtype=bool)
     by_class = np.argsort(samples.labels, kind="stable")
-    ordered = samples.labels[by_class]
-    starts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
-    labels = ordered[np.concatenate([[0], starts])] if len(ordered) else ordered
-    del ordered  # frees 8 MB for a million images
-    for label, positions in zip(labels.tolist(), np.split(by_class, starts) if len(labels) else [], strict=True):
+    starts = np.flatnonzero(np.diff(samples.labels[by_class])) + 1
+    for positions in np.split(by_class, starts) if len(samples) else []:
+        label = int(samples.labels[positions[0]])
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]

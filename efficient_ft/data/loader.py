@@ -105,17 +105,17 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
 
     Augmentation depends only on (seed, epoch, index). The number of worker processes, the access order and the state of
     global random generators have no effect. Small images in memory are resized once and cached. Files are decoded
-    whenever they are read, unless `decoded` contains the images.
+    whenever they are read, unless `decoded` contains the images. The attribute `labels` contains the labels of all
+    images, int64 (N,).
     """
 
     def __init__(self, samples: Samples, transform: Transform, seed: int, decoded: DecodedImages | None = None) -> None:
         self._transform, self._seed, self._decoded = transform, seed, decoded
-        self._labels = torch.from_numpy(samples.labels)
-        self._paths: Paths | None = None
-        self._pixels: Tensor | None = None
+        self.labels = torch.from_numpy(samples.labels)
+        self._images: Paths | Tensor
         self._resized = False
         if isinstance(samples.images, Paths):
-            self._paths = samples.images
+            self._images = samples.images
         else:
             pixels = samples.images
             height, width = transform.resize_size or pixels.shape[1:3]
@@ -123,25 +123,19 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
                 pixels = np.stack([np.asarray(transform.resize(Image.fromarray(p))) for p in pixels])
                 self._resized = True
             # The pixels are stored in a tensor, because spawned worker processes share the memory of tensors.
-            self._pixels = torch.from_numpy(np.ascontiguousarray(pixels))
+            self._images = torch.from_numpy(np.ascontiguousarray(pixels))
 
     def __len__(self) -> int:
-        return len(self._labels)
-
-    @property
-    def labels(self) -> Tensor:
-        """The labels of all images, int64 (N,)."""
-        return self._labels
+        return len(self.labels)
 
     def _image(self, index: int) -> Image.Image:
-        if self._pixels is not None:
-            image = Image.fromarray(self._pixels[index].numpy())
+        if isinstance(self._images, Tensor):
+            image = Image.fromarray(self._images[index].numpy())
             return image if self._resized else self._transform.resize(image)
-        assert self._paths is not None
         kept = None if self._decoded is None else self._decoded.read(index)
         if kept is not None:
             return kept
-        image = self._transform.resize(self._transform.read(self._paths[index]))
+        image = self._transform.resize(self._transform.read(self._images[index]))
         if self._decoded is not None:
             self._decoded.keep(index, image)
         return image
@@ -154,7 +148,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         if the file cannot be read.
         """
         image = self._transform.normalize(self._augmented([key]))[0]
-        return image, int(self._labels[key[1]])
+        return image, int(self.labels[key[1]])
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
         """Load images, float32 (B, C, H, W), and labels, int64 (B,). Return a `LoadFailure` if a file is unreadable."""
@@ -162,7 +156,7 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
             images = self._augmented(keys)
         except UserError as error:
             return LoadFailure(str(error))
-        return self._transform.normalize(images), self._labels[[index for _, index in keys]]
+        return self._transform.normalize(images), self.labels[[index for _, index in keys]]
 
 
 def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int], _Sample]) -> list[_Sample]:
@@ -302,12 +296,9 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
     def __iter__(self) -> Iterator[tuple[int, int]]:
         start, self.start = self.start, 0
         epoch = self.epoch if self.shuffle else 0
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.size)
-        else:
-            # The order is random, because data sets are often sorted by class and a limited evaluation uses only the
-            # first batches.
-            order = np.random.default_rng(0).permutation(self.size)
+        # Without shuffling, the order is also random, because data sets are often sorted by class and a limited
+        # evaluation uses only the first batches.
+        order = np.random.default_rng([self.seed, epoch] if self.shuffle else 0).permutation(self.size)
         for index in order[: self.used][self.rank :: self.world][start:]:  # a list would take five times the memory
             yield epoch, int(index)
 

@@ -13,7 +13,7 @@ import numpy as np
 from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.class_list import ADVICE, FILES, NoClassListError, folder_classes
+from efficient_ft.data.class_list import FILES, folder_classes
 from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.file_list import FileList, links_in
 from efficient_ft.data.images import EXTENSIONS
@@ -55,10 +55,7 @@ def read_mask_folder(
         raise UserError(problem)
     tree = mask_tree(root, settings)
     places = named_places(root, tree, chosen) if chosen is not None else recognized_places(root, tree, settings)
-    try:
-        classes, notes = folder_classes(root, settings)
-    except NoClassListError as error:
-        raise UserError(f"{error}{_values_found(places)} {ADVICE}") from error
+    classes, notes = folder_classes(root, settings, lambda: _values_found(places))
     folders = {area.path for pairs in places.values() for pair in pairs for area in pair if area is not None}
     above = {one for area in folders for one in (area, *area.parents) if root in one.parents}
     notes += links_in([*sorted(above), *(root / name for name in FILES)], root, follow_links)
@@ -70,8 +67,6 @@ def read_mask_folder(
         samples = found.samples(split, pairs)
         if len(samples):
             parts[split], origins[split] = samples, ", ".join(shown(pair[0].path, root) for pair in pairs)
-    if "train" not in parts:
-        raise UserError(f"The folder {printable(root.absolute())} contains no training images with masks. {LAYOUT}")
     found.leave_out(tree, {area.path for area in tree.areas} - folders)
     notes += files.notes(root) + found.notes
     train, val, test = parts["train"], parts.get("val"), parts.get("test")
@@ -177,8 +172,6 @@ class _Pairs:
                 )
         counts = {shown(area.path, self._root): area.count for area in tree.areas if area.path in unused}
         counts |= {f"{printable(name)}/": count for name, count in tree.plain.items() if name != "."}
-        named = {key[len("images without masks (") : -1] for key in self.left_out if key.startswith("images without")}
-        counts = {name: count for name, count in counts.items() if name not in named}
         if counts:
             self.left_out["files in other folders"] += sum(counts.values())
             listed = [f"{name} ({counted(count, 'file')})" for name, count in counts.items()]

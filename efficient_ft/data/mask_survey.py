@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some, verb
+from efficient_ft.data.file_list import size_and_time
 from efficient_ft.data.inspection import DECODED, HEADERS, in_threads, progress, spread
 from efficient_ft.data.masks import UNKNOWN, Classes, Header, MaskSamples, raw_size, read_header, read_mask, read_pixels
 from efficient_ft.data.splits import quoted
@@ -104,7 +105,8 @@ def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = 
     for split, part in parts.items():
         size = len(part)
         chosen = spread(size, size if thorough else max(HEADERS * size // max(total, 1), 1))
-        found.headers[split] = list(in_threads(_pair, [(part.images[i], part.masks[i]) for i in chosen]))
+        paths = [(part.images[i], part.masks[i]) for i in chosen]
+        found.headers[split] = list(in_threads(lambda pair: _pair(*pair, *map(size_and_time, pair)), paths))
         pixels = max((np.prod(pair.header.size) for pair in found.headers[split] if pair.header), default=1)
         count = int(min(DECODED if split == "train" else DECODED // 4, max(_PIXELS // max(pixels, 1), 4)))
         decoded = [part.masks[i] for i in spread(size, size if thorough else count)]
@@ -114,38 +116,21 @@ def survey(parts: Mapping[str, MaskSamples], classes: Classes, thorough: bool = 
     return found
 
 
-def _pair(paths: tuple[str, str]) -> Pair:
-    image, mask = paths
-    return Pair(image, mask, _header(mask, _stamp(mask)), _stored(image, _stamp(image)))
-
-
-def _stamp(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return 0
-
-
 @lru_cache(maxsize=4 * HEADERS)
-def _stored(path: str, _stamp: int) -> Stored | None:
-    return raw_size(path)
-
-
-@lru_cache(maxsize=4 * HEADERS)
-def _header(path: str, _stamp: int) -> Header | None:
-    try:
-        return read_header(path)
-    except UserError:  # the error is reported when the mask is read
-        return None
+def _pair(image: str, mask: str, *_versions: tuple[int, int] | None) -> Pair:
+    header = None
+    with contextlib.suppress(UserError):  # the error is reported when the mask is read
+        header = read_header(mask)
+    return Pair(image, mask, header, raw_size(image))
 
 
 def counted_mask(path: str, classes: Classes) -> Counted:
     """Decode a mask and count its pixels."""
-    return _counted(path, _stamp(path), classes)
+    return _counted(path, size_and_time(path), classes)
 
 
 @lru_cache(maxsize=1024)
-def _counted(path: str, _stamp: int, classes: Classes) -> Counted:
+def _counted(path: str, _version: tuple[int, int] | None, classes: Classes) -> Counted:
     try:
         pixels = read_pixels(path)
         values, by_color = classes.values(pixels)
@@ -234,7 +219,7 @@ def examined(found: Survey, *splits: str) -> str:
 
 def _refuse_palettes(found: Survey, classes: Classes) -> None:
     """Raise `UserError` if palette indices are used as class ids, but palettes assign different colors to one index."""
-    if classes.palette == "index" or (classes.colors and classes.palette != "index"):
+    if classes.palette == "index" or classes.colors:
         return
     entries = [value for value in classes.ids if value < 256]
     palettes = [(pair.mask, pair.header.palette) for pair in found.pairs if pair.header]

@@ -395,12 +395,7 @@ def _unknown(values: np.ndarray, by_color: bool, mode: str, classes: Classes) ->
 
 def _ranges(numbers: Sequence[int]) -> list[str]:
     """Format sorted numbers as a list of strings. Consecutive numbers are combined into ranges: ``0 to 3``, ``7``."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
     texts = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else list(map(str, run)) for run in runs]
     return [text for run in texts for text in run]
 

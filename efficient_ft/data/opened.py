@@ -52,11 +52,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     Args:
         config: the `data` section of the configuration.
         seed: seed of the run, which determines the validation split, the order and the augmentation.
-        class_names: class names, indexed by label.
+        class_names: class names, indexed by label (also an attribute).
         listing: the samples in each split.
 
     Attributes:
-        class_names: class names, indexed by label.
         best_split: split on which the best epoch is selected.
     """
 

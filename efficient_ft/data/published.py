@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,9 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
         if len(part) and not 0 <= part.labels.min() <= part.labels.max() < len(listing.class_names):
             raise UserError(f"data={name}: the lists in {where} contain labels without a class. {again}")
     files = [part.images for part in splits.values() if isinstance(part.images, Paths)]
-    gone = _nonexistent(files)
+    names_in = cache(lambda folder: frozenset(os.listdir(folder) if os.path.isdir(folder) else ()))
+    listed = (path for paths in files for path in paths)  # reading each folder once is faster than checking each file
+    gone = [path for path in listed if os.path.basename(path) not in names_in(os.path.dirname(path))]
     if gone:
         raise UserError(
             f"data={name}: {counted(len(gone), 'listed image')} {verb(len(gone), 'does', 'do')} not exist, for example"
@@ -130,19 +133,6 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
     for paths in files:
         refuse_elsewhere(paths, where, follow_links)
     return listing
-
-
-def _nonexistent(parts: Sequence[Paths]) -> list[str]:
-    """Return the listed files that do not exist. Reading each folder once is faster than checking each file."""
-    folders: dict[str, set[str]] = {}
-    gone = []
-    for path in (path for paths in parts for path in paths):
-        folder, name = os.path.split(path)
-        if folder not in folders:
-            folders[folder] = set(os.listdir(folder)) if os.path.isdir(folder) else set()
-        if name not in folders[folder]:
-            gone.append(path)
-    return gone
 
 
 def _samples(dataset: Any) -> Samples:
@@ -163,9 +153,8 @@ def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
 
     def read(root: Path) -> Listing:
         parts = [kind(root, split) for split in splits]
-        names = getattr(parts[0], "classes", None)  # None for Flowers-102 in older torchvision versions
-        names = [f"flower {i}" for i in range(1, 103)] if names is None else [str(name) for name in names]
         train, *val, test = map(_samples, parts)
+        names = [str(name) for name in parts[0].classes]
         return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
 
     return read
@@ -208,12 +197,19 @@ def _cifar(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) ->
     return PublishedSet(title, classes, kind.base_folder, (archive,), read, intact)
 
 
+def _file(
+    folder: str, url: str, md5: str | None, size: int | None = None, unpacks: str | None = None, *contents: str
+) -> Archive:
+    """Describe a file at a URL. The file and the folder `unpacks` are stored in `folder`."""
+    path = f"{folder}/{url.rpartition('/')[2]}"
+    return Archive(path, None if unpacks is None else f"{folder}/{unpacks}", url, md5, size, contents)
+
+
 _OXFORD = "https://www.robots.ox.ac.uk/~vgg/data"
 _FLOWERS = f"{_OXFORD}/flowers/102"
 _PETS = f"{_OXFORD}/pets/data"
 
 #: Image data sets, keyed by name. URLs and checksums are taken from torchvision, and sizes from the publishers.
-#: fmt: off
 PUBLISHED: dict[str, PublishedSet] = {
     "cifar10": _cifar(datasets.CIFAR10, "CIFAR-10", 10, 170498071),
     "cifar100": _cifar(datasets.CIFAR100, "CIFAR-100", 100, 169001437),
@@ -222,17 +218,9 @@ PUBLISHED: dict[str, PublishedSet] = {
         102,
         "flowers-102",
         (
-            Archive(
-                "flowers-102/102flowers.tgz",
-                "flowers-102/jpg",
-                f"{_FLOWERS}/102flowers.tgz",
-                "52808999861908f626f3c1f4e79d11fa",
-                344862509,
-            ),
-            Archive(
-                "flowers-102/imagelabels.mat", None, f"{_FLOWERS}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"
-            ),
-            Archive("flowers-102/setid.mat", None, f"{_FLOWERS}/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c"),
+            _file("flowers-102", f"{_FLOWERS}/102flowers.tgz", "52808999861908f626f3c1f4e79d11fa", 344862509, "jpg"),
+            _file("flowers-102", f"{_FLOWERS}/imagelabels.mat", "e0620be6f572b9609742df49c70aed4d"),
+            _file("flowers-102", f"{_FLOWERS}/setid.mat", "a5357ecc9cb78c4bef273ce3793fc85c"),
         ),
         _reader(datasets.Flowers102, "train", "val", "test"),
     ),
@@ -257,20 +245,15 @@ PUBLISHED: dict[str, PublishedSet] = {
         37,
         "oxford-iiit-pet",
         (
-            Archive(
-                "oxford-iiit-pet/images.tar.gz",
-                "oxford-iiit-pet/images",
-                f"{_PETS}/images.tar.gz",
-                "5c4f3ee8e5d25df40f4fd59a7f44e54c",
-                791918971,
-            ),
-            Archive(
-                "oxford-iiit-pet/annotations.tar.gz",
-                "oxford-iiit-pet/annotations",
+            _file("oxford-iiit-pet", f"{_PETS}/images.tar.gz", "5c4f3ee8e5d25df40f4fd59a7f44e54c", 791918971, "images"),
+            _file(
+                "oxford-iiit-pet",
                 f"{_PETS}/annotations.tar.gz",
                 "95a8c909bbe2e81eed6a22bccdf3f68f",
                 19173078,
-                ("trainval.txt", "test.txt"),
+                "annotations",
+                "trainval.txt",
+                "test.txt",
             ),
         ),
         _reader(datasets.OxfordIIITPet, "trainval", "test"),
@@ -322,7 +305,6 @@ PUBLISHED: dict[str, PublishedSet] = {
         by_hand="Download the archive manually from https://data.caltech.edu/records/65de6-vp158.",
     ),
 }
-# fmt: on
 
 
 #: File name and number of rows of each RTE split.

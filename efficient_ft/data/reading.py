@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.data.file_list import Paths
+from efficient_ft.data.file_list import Paths, size_and_time
 from efficient_ft.data.images import Decoding, opened, reduce_resolution
 from efficient_ft.data.inspection import HEADERS, in_threads, spread
 
@@ -66,17 +65,12 @@ def headers(
     """
     chosen = list(paths)
     if len(chosen) > HEADERS:
-        by_length = sorted(spread(len(chosen), _STATED).tolist(), key=lambda k: _length(chosen[k]))[-_LONGEST:]
+        sizes = {k: (size_and_time(chosen[k]) or (0, 0))[0] for k in spread(len(chosen), _STATED).tolist()}
+        by_length = sorted(sizes, key=lambda k: sizes[k])[-_LONGEST:]
         numbers = np.union1d(spread(len(chosen), HEADERS), np.asarray(by_length, dtype=np.int64))
         chosen = [chosen[k] for k in numbers.tolist()]
     found = in_threads(lambda path: _header(path, decoding, target_size), chosen)
     return [header for header in found if header is not None]
-
-
-def _length(path: str) -> int:
-    with contextlib.suppress(OSError):
-        return os.stat(path).st_size
-    return 0
 
 
 def _header(path: str, decoding: Decoding | None, target_size: tuple[int, int] | None) -> Header | None:

@@ -106,10 +106,7 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
     """Open an image data set. Missing files are downloaded, and the samples are listed and split.
 
-    Args:
-        config: the `data` section of the configuration.
-        input: input size, normalization and interpolation of the network.
-        seed: seed of the run, which determines the validation split, the order and the augmentation.
+    See `ImageData` and `SegmentationData` for the arguments.
 
     Raises:
         UserError: If the data are missing or damaged, or cannot be split as configured.

@@ -25,21 +25,16 @@ Split = Literal["train", "val", "test"]
 Chosen = Mapping[Split, str | Sequence[str]]
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-_WORDS: dict[str, Split] = {
-    **dict.fromkeys(("train", "training", "trn"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "validate", "dev", "devel", "eval", "evaluation"), "val"),
-    **dict.fromkeys(("test", "testing", "tst"), "test"),
-    # Spanish, French, Portuguese, Italian, German, Russian, Chinese and Japanese words that rarely name classes.
-    **dict.fromkeys(
-        ("entrenamiento", "entrainement", "entraînement", "treinamento", "treino", "addestramento", "обучение",
-         "训练", "训练集", "訓練", "学習"), "train"
-    ),
-    **dict.fromkeys(
-        ("validación", "validacion", "validação", "validacao", "validierung", "валидация",
-         "验证", "验证集", "検証"), "val"
-    ),
-    **dict.fromkeys(("prueba", "pruebas", "teste", "тест", "测试", "测试集", "テスト"), "test"),
-}  # type: ignore[dict-item]  # fmt: skip
+#: English words that denote a split, and Spanish, French, Portuguese, Italian, German, Russian, Chinese and Japanese
+#: words that rarely name classes.
+_NAMES: dict[Split, str] = {
+    "train": "train training trn entrenamiento entrainement entraînement treinamento treino addestramento обучение"
+    " 训练 训练集 訓練 学習",
+    "val": "val valid validation validate dev devel eval evaluation validación validacion validação validacao"
+    " validierung валидация 验证 验证集 検証",
+    "test": "test testing tst prueba pruebas teste тест 测试 测试集 テスト",
+}
+_WORDS = {word: split for split, words in _NAMES.items() for word in words.split()}
 #: Neutral words that may occur in the name of a split.
 _AFFIXES = frozenset(
     ["data", "dataset", "datasets", "set", "sets", "split", "splits", "subset", "part", "folder", "folders", "file",

@@ -15,7 +15,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
 from efficient_ft.data.file_list import FileList, links_in, visible_entries
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
-from efficient_ft.data.text_rows import EXTENSIONS, ColumnError, Row, Rows, clean_name, read_rows, read_text, suffix_of
+from efficient_ft.data.text_rows import EXTENSIONS, Row, Rows, clean_name, read_rows, read_text, suffix_of
 
 LAYOUT = (
     "Expected layout: a file of rows (.csv, .tsv or .jsonl), a folder that contains such files named train, val and"
@@ -112,19 +112,16 @@ class Reader:
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
-                try:
-                    read = self.rows_of(file)
-                except ColumnError as error:
-                    raise UserError(f"{error}{self.found.without(split)}") from error
+                read = self.rows_of(file, self.found.without(split))
                 rows += read.rows
                 origins.append(f"{self._name(file)} ({read.origin})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
-    def rows_of(self, file: Path) -> Rows:
-        """Read a file of rows, and append the notes about this file to `self.found.notes`."""
-        read = read_rows(file, self._settings)
+    def rows_of(self, file: Path, advice: str = "") -> Rows:
+        """Read a file of rows (see `read_rows`), and append the notes about this file to `self.found.notes`."""
+        read = read_rows(file, self._settings, advice)
         self.found.notes += read.notes
         return read
 
@@ -327,8 +324,8 @@ class Reader:
             there = some([path.name for path in visible(folder)]) or "nothing"
             not_used = "".join(f" Not used: {reason} ({count})." for reason, count in self.found.left_out.items())
             found = f"Found: {there}.{not_used}"
-            place = f"The folder {printable(folder.absolute())}"
-            raise UserError(f"{place} contains no texts in class folders. {found} {LAYOUT}")
+            about = f"The folder {printable(folder.absolute())} contains no texts in class folders."
+            raise UserError(f"{about} {found} {LAYOUT}")
         if empty and split == "train":
             raise UserError(
                 f"The folder {printable(folder.absolute())} contains class folders without .txt files: {some(empty)}."

@@ -128,12 +128,7 @@ def _undecodable(name: str, raw: bytes, error: UnicodeDecodeError, chosen: str) 
         known = "for example cp1251 (Cyrillic), gb18030 (Chinese) or shift_jis (Japanese)"
         guess = f"Set data.text.encoding to the encoding of the file, {known}."
     else:
-        western = "latin-1"
-        try:
-            raw.decode("cp1252")
-            western = "cp1252"
-        except UnicodeDecodeError:
-            pass
+        western = "latin-1" if re.search(rb"[\x81\x8d\x8f\x90\x9d]", raw) else "cp1252"  # undefined bytes of cp1252
         guess = f"The text may be {western}. Set data.text.encoding={western}, and check the accented letters."
     return UserError(f"{where} {guess} You can also convert the file with iconv -f ENCODING -t utf-8.")
 
@@ -158,10 +153,6 @@ _MISSING = frozenset(
 _LETTERS = 40  # maximum length of a name in messages
 
 csv.field_size_limit(1 << 30)
-
-
-class ColumnError(UserError):
-    """An error for a file that does not contain a required column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,11 +210,11 @@ def clean_name(name: str) -> str:
     return " ".join(re.sub("[\ufeff\u200b\u2060]", "", unicodedata.normalize("NFC", name)).split())
 
 
-def read_rows(path: Path, settings: TextConfig) -> Rows:
+def read_rows(path: Path, settings: TextConfig, advice: str = "") -> Rows:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
 
     Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
-    if a setting is incompatible with the file.
+    if a setting is incompatible with the file. If a column is missing, the message ends with `advice`.
     """
     kind, name = suffix_of(path), printable(path)
     if kind not in EXTENSIONS:
@@ -241,7 +232,7 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
         records = _Table(name, kind, lines, settings, found).records()
     if not records:
         raise UserError(f"The file {name} contains no rows.")
-    _require_columns(name, records[0].first, found.columns, settings, table=kind in _TABLES)
+    _require_columns(name, records[0].first, found.columns, settings, advice, table=kind in _TABLES)
     numbers: Counter[str] = Counter()
     missing = _MISSING.union(map(str, settings.missing))
     found.rows = [_row(name, record, settings, missing, numbers, len(found.columns)) for record in records]
@@ -252,7 +243,9 @@ def read_rows(path: Path, settings: TextConfig) -> Rows:
     return found
 
 
-def _require_columns(name: str, line: int, columns: Sequence[str], settings: TextConfig, *, table: bool) -> None:
+def _require_columns(
+    name: str, line: int, columns: Sequence[str], settings: TextConfig, ending: str, *, table: bool
+) -> None:
     for setting, column in (*(("columns", c) for c in settings.columns), ("label", settings.label)):
         if columns.count(column) > 1:
             raise UserError(f"The file {name} contains two columns {column!r}. Rename one of the columns.")
@@ -270,7 +263,7 @@ def _require_columns(name: str, line: int, columns: Sequence[str], settings: Tex
                 f" first line contains data, set the names of all columns with {_names_of(columns, settings)}."
             )
         problem = f"the column {column!r} (data.text.{setting}) does not exist"
-        raise ColumnError(f"{place}: {problem}. The columns are {shown}.{advice}")
+        raise UserError(f"{place}: {problem}. The columns are {shown}.{advice}{ending}")
 
 
 def _names_of(cells: Sequence[str], settings: TextConfig) -> str:

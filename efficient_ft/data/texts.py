@@ -56,9 +56,8 @@ class TextListing(AnyListing):
     train: Texts
     val: Texts | None = None
     test: Texts | None = None
-    skipped: dict[str, str] = field(
-        default_factory=dict, kw_only=True
-    )  # reason for each unusable row or file, keyed by location
+    #: Reason for each unusable row or file, keyed by location.
+    skipped: dict[str, str] = field(default_factory=dict, kw_only=True)
 
     @property
     def size(self) -> int:
@@ -129,8 +128,8 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
             why = f": {reasons_of(here)}. The first unusable text is {next(iter(here.values()))}" if here else "."
             raise UserError(f"{source} contains no usable text for the {split} split{why}{found.without(split)}")
     try:
-        column = settings.label if found.columns else None
-        require_classes([row.label for row in usable["train"]], top, column, found.columns)
+        if found.columns:  # labels that are folder names are not checked
+            require_classes([row.label for row in usable["train"]], top, settings.label, found.columns)
         names, notes = _classes(usable, top, settings, found)
     except UserError as error:
         if not skipped:
@@ -160,14 +159,9 @@ def listing_of(found: SplitRows, root: Path, settings: TextConfig) -> TextListin
 def _classes(
     usable: Mapping[str, Sequence[Row]], top: str, settings: TextConfig, found: SplitRows
 ) -> tuple[dict[str, str], list[str]]:
-    raw = {split: Counter(row.label for row in rows) for split, rows in usable.items()}
-    names, notes = spellings(sum(raw.values(), Counter[str]()), settings.ignore_case)
-    counts: dict[str, Counter[str]] = {split: Counter() for split in raw}
-    places: dict[str, dict[str, str]] = {split: {} for split in raw}
-    for split, rows in usable.items():
-        for row in rows:
-            counts[split][names[row.label]] += 1
-            places[split].setdefault(names[row.label], row.place)
+    names, notes = spellings(Counter(row.label for rows in usable.values() for row in rows), settings.ignore_case)
+    counts = {split: Counter(names[row.label] for row in rows) for split, rows in usable.items()}
+    places = {split: {names[row.label]: row.place for row in reversed(rows)} for split, rows in usable.items()}
     require_texts(counts["train"], top, places["train"])
     known = sorted(counts["train"], key=in_order)
     for split in ("val", "test"):
@@ -246,14 +240,11 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
     return same, notes
 
 
-def require_classes(labels: Sequence[str], source: str, column: str | None, columns: Sequence[str]) -> None:
+def require_classes(labels: Sequence[str], source: str, column: str, columns: Sequence[str]) -> None:
     """Raise `UserError` if the labels of the training texts in `source` are a quantity or free text.
 
-    The message contains the names of the label column and of all other columns. Labels that are folder names (`column`
-    is None) are not checked.
+    The message contains the names of the label column and of all other columns.
     """
-    if column is None:
-        return
     counts = Counter(labels)
     listed = ", ".join(map(plain_line, columns))
     choose = f"Set data.text.label to the column that contains the classes. The columns are {listed}."

@@ -231,7 +231,7 @@ def test_loose_images_and_unreadable_kinds_are_named(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "photo.nef").write_bytes(b"x")
-    with pytest.raises(UserError, match=r"\.nef ×2\. For \.nef files: convert them"):
+    with pytest.raises(UserError, match=r"\.nef ×2\. For \.nef files: convert the files"):
         read_folder(tmp_path)
 
 
