@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
@@ -262,7 +263,7 @@ class _Attribution:
         }
 
 
-class SavedTensors:
+class SavedTensors(saved_tensors_hooks):
     """Record the storages that autograd saves for the backward pass, without keeping them alive.
 
     Run the forward pass inside ``with saved:``, and then call ``saved.alive()``.
@@ -270,19 +271,12 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref, int]] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        super().__init__(self._pack, lambda t: t)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes())
         return tensor
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
         """Return the full size in bytes of each saved storage that is still alive, keyed by storage id."""
