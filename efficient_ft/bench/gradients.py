@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,16 +65,12 @@ def step_gradients(
     """
     found: Gradients = {}
 
-    def watch(name: str) -> Any:
-        def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            if args[0].requires_grad:
-                args[0].register_hook(lambda g: found.__setitem__(f"input:{name}", g.detach()))
-
-        return model.get_submodule(name).register_forward_pre_hook(before)
+    def before(name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda g: found.__setitem__(f"input:{name}", g.detach()))
 
     given, targets = batch
     taking_part = StepMethods(methods)
-    handles = [watch(name) for name in inputs]
     model.train()
     freeze_batch_norm(model)
     model.zero_grad(set_to_none=True)
@@ -81,12 +79,11 @@ def step_gradients(
     taking_part.begin(step)
     size = tuple(given.shape[-2:]) if isinstance(given, Tensor) else tuple(tensors_of(given)[0].shape[1:])
     spec = StepSpec(len(targets), size, precision, task=task)
-    try:
+    with ExitStack() as hooks:
+        for name in inputs:
+            hooks.enter_context(model.get_submodule(name).register_forward_pre_hook(partial(before, name)))
         logits, loss = forward_and_loss(model, StepMethods(), given, targets, spec)
         loss.backward()
-    finally:
-        for handle in handles:
-            handle.remove()
     taking_part.end()
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.core.errors import SettingError
-from efficient_ft.cost import AUTOCAST, Meter
+from efficient_ft.cost import AUTOCAST, Meter, time_steps
 from efficient_ft.ops.projection import (
     CosineProjector,
     WalshProjector,
@@ -226,11 +226,5 @@ def _profiled(
 def _peak(device: torch.device, dtype: torch.dtype) -> float:
     """Return the number of FLOPs per second that a large matrix product reaches."""
     a, b = (torch.randn(_LARGE, _LARGE, device=device, dtype=dtype) for _ in range(2))
-    wait, seconds = waiter(device), []
-    for _ in range(10):
-        wait()
-        start = time.perf_counter()
-        torch.mm(a, b)
-        wait()
-        seconds.append(time.perf_counter() - start)
+    seconds = time_steps({"product": lambda: torch.mm(a, b)}, steps=10, warmup=0)["product"]
     return 2 * _LARGE**3 / statistics.median(seconds)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,19 +26,9 @@ from efficient_ft.training.run import run
 
 #: Name of the job that conf/train.yaml describes without overrides.
 DEFAULT_JOB = "default"
-
-
-@dataclass
-class Times:
-    """Times in seconds of each step in the plain loop, of each step in the framework, and of loading each batch."""
-
-    bare: list[float] = field(default_factory=list)
-    framework: list[float] = field(default_factory=list)
-    data: list[float] = field(default_factory=list)
-
-    def after(self, warmup: int) -> Times:
-        """Return the times without the first `warmup` steps."""
-        return Times(self.bare[warmup:], self.framework[warmup:], self.data[warmup:])
+#: Times in seconds of each step in the plain loop (``bare loop``) and in the framework (``framework``), and of loading
+#: each batch (``data wait``).
+Times = dict[str, list[float]]
 
 
 class PacedLoader:
@@ -64,23 +54,22 @@ class PacedLoader:
     def __iter__(self) -> Iterator[Any]:
         asked = time.perf_counter()
         for batch in self._loader:
-            data = time.perf_counter() - asked
-            bare = 0.0
+            seconds = {"data wait": time.perf_counter() - asked}
             if self._bare is not None:
                 self._bare.inputs, self._bare.labels = (t.to(self._bare.device) for t in batch)
                 self._wait()
                 start = time.perf_counter()
                 self._bare()
                 self._wait()
-                bare = time.perf_counter() - start
+                seconds["bare loop"] = time.perf_counter() - start
             start = time.perf_counter()
             yield batch
             self._wait()
             asked = time.perf_counter()  # this line is not reached for the last batch of an epoch
-            self._times.data.append(data)
-            self._times.bare.append(bare)
-            self._times.framework.append(asked - start)
-            if len(self._times.framework) >= self._steps:
+            seconds["framework"] = asked - start
+            for name, value in seconds.items():
+                self._times[name].append(value)
+            if len(self._times["framework"]) >= self._steps:
                 raise _EnoughSteps
 
 
@@ -144,11 +133,11 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
         # On a CPU, both loops use channels-last memory, so that the memory format does not affect the comparison.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
-    times = Times()
+    measured: Times = defaultdict(list)
     train_loader = ImageData.train_loader
 
     def paced(images: Any, *arguments: Any, **options: Any) -> PacedLoader:
-        return PacedLoader(train_loader(images, *arguments, **options), bare, waiter(device), warmup + rounds, times)
+        return PacedLoader(train_loader(images, *arguments, **options), bare, waiter(device), warmup + rounds, measured)
 
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -156,21 +145,19 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
         suppress(_EnoughSteps),
     ):
         run(config, Path(folder) / "run")
-    times = times.after(warmup)
-    share = [100 * data / step for data, step in zip(times.data, times.framework, strict=True)]
+    times = {name: seconds[warmup:] for name, seconds in measured.items()}
+    summaries = {name: {**quartiles(seconds), "seconds": seconds} for name, seconds in times.items()}
+    share = [100 * data / step for data, step in zip(times["data wait"], times["framework"], strict=True)]
     report = {
         "model": config.model.name,
         "size": list(size),
         "dtype": config.trainer.precision,
         "batch": config.data.batch_size,
-        "framework": {**quartiles(times.framework), "seconds": times.framework},
-        "data wait": {**quartiles(times.data), "seconds": times.data},
+        "framework": summaries["framework"],
+        "data wait": summaries["data wait"],
         "data_wait_percent": quartiles(share),
     }
     if bare is None:
         return report
-    return {
-        **report,
-        "bare loop": {**quartiles(times.bare), "seconds": times.bare},
-        "overhead_percent": quartiles([100 * (f / b - 1) for b, f in zip(times.bare, times.framework, strict=True)]),
-    }
+    overhead = [100 * (f / b - 1) for b, f in zip(times["bare loop"], times["framework"], strict=True)]
+    return {**report, "bare loop": summaries["bare loop"], "overhead_percent": quartiles(overhead)}

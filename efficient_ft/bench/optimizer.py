@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from efficient_ft.bench.timing import alternate, summary, waiter
+from efficient_ft.bench.timing import summary
+from efficient_ft.cost import time_steps
 from efficient_ft.optim import LowBitAdamW, state_tensors
 
 BASELINE = "torch AdamW, 32 bits"
@@ -39,10 +39,11 @@ def measure_optimizers(device: torch.device | str = "cpu", *, rounds: int = 10, 
     try:
         size = _bytes_per_value(makers, torch.device(device))
         cases = {name: _compare(makers, gradients, torch.device(device)) for name, gradients in _cases().items()}
-        timed = alternate({n: _timed(make, torch.device(device)) for n, make in makers.items()}, rounds, warmup)
+        built = {name: _with_state(make, torch.device(device))[1] for name, make in makers.items()}
+        timed = time_steps({name: optimizer.step for name, optimizer in built.items()}, rounds, warmup)
     finally:
         torch.compiler.set_stance("default")
-    times = summary(timed, BASELINE)
+    times = summary({name: {"step": seconds} for name, seconds in timed.items()}, BASELINE)
     measured = {}
     for name in makers:
         own = {case: of[name] for case, of in cases.items()}
@@ -141,16 +142,3 @@ def _bytes_per_value(makers: dict[str, Make], device: torch.device) -> dict[str,
         held = [t for t in state_tensors(optimizer) if t.numel() > 256]
         sizes[name] = sum(t.nbytes for t in held) / weight.numel() / 2
     return sizes
-
-
-def _timed(make: Make, device: torch.device) -> Callable[[], dict[str, float]]:
-    _, optimizer = _with_state(make, device)
-    wait = waiter(device)
-
-    def call() -> dict[str, float]:
-        start = time.perf_counter()
-        optimizer.step()
-        wait()
-        return {"step": time.perf_counter() - start}
-
-    return call

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -141,27 +142,20 @@ def _moments(model: nn.Module, profiling: Sequence[Batch]) -> dict[str, list[np.
     """Return, for each linear layer, the second moments (L, L) of the input and the output gradient over the grid."""
     moments = {name: [0.0 * np.eye(1)] * 2 for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     layouts = {layer.name: layer.tokens for layer in view(model).layers if layer.tokens is not None}
-    handles = []
 
     def add(name: str, which: int, values: Tensor) -> None:
         on_grid = values.detach()[:, layouts[name].prefix :]  # B, L, C
         moments[name][which] = moments[name][which] + torch.einsum("blc,bmc->lm", on_grid, on_grid).double().numpy()
 
-    def watch(name: str) -> Any:
-        def after(module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
-            add(name, 0, args[0])
-            y.register_hook(lambda g: add(name, 1, g))
+    def after(name: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> None:
+        add(name, 0, args[0])
+        y.register_hook(lambda g: add(name, 1, g))
 
-        return model.get_submodule(name).register_forward_hook(after)
-
-    for name, tokens in layouts.items():
-        if tokens.form != "tokens" or name not in moments:
-            raise UserError(f"--headroom requires linear layers over (B, tokens, C), got the layer {name}.")
-        handles.append(watch(name))
-    try:
+    with ExitStack() as hooks:
+        for name, tokens in layouts.items():
+            if tokens.form != "tokens" or name not in moments:
+                raise UserError(f"--headroom requires linear layers over (B, tokens, C), got the layer {name}.")
+            hooks.enter_context(model.get_submodule(name).register_forward_hook(partial(after, name)))
         for batch in profiling:
             step_gradients(model, batch)
-    finally:
-        for handle in handles:
-            handle.remove()
     return moments

@@ -238,15 +238,14 @@ def _extrapolate(half: Executed, few: Executed, images: int, reason: str) -> Exe
     def per_image(a: float, b: float) -> float:
         return total(a * (FEW // 2), b * FEW) / images
 
-    return Executed(
+    return replace(
+        few,
         forward_flops=per_image(half.forward_flops, few.forward_flops),
         backward_flops=per_image(half.backward_flops, few.backward_flops),
         saved_bytes=per_image(half.saved_bytes, few.saved_bytes),
         peak_bytes=round(total(half.peak_bytes, few.peak_bytes)),
-        model_bytes=few.model_bytes,
         batch_bytes=few.batch_bytes // FEW * images,
         batch_size=images,
         counted_on=f"real runs of {FEW // 2} and {FEW} images, extrapolated to {images} images ({reason})",
-        optimizer_bytes=few.optimizer_bytes,
         largest_bytes=few.largest_bytes // FEW * images,
     )

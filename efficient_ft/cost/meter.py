@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import prod
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from efficient_ft.models.view.probe import RunningModules
 
 Phase = Literal["forward", "backward"]
 
@@ -62,13 +65,8 @@ def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val
 
 
 _ATTENTION_BACKWARD = {
-    getattr(aten, f"{name}_backward")
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_cudnn_attention",
-    )
+    getattr(aten, f"_scaled_dot_product_{kind}_backward")
+    for kind in ("flash_attention", "efficient_attention", "flash_attention_for_cpu", "cudnn_attention")
 }
 
 
@@ -198,30 +196,17 @@ class _Attribution:
 
     def __init__(self, model: nn.Module) -> None:
         self._flops: dict[str, dict[Phase, int]] = defaultdict(lambda: {"forward": 0, "backward": 0})
-        self._calls: dict[str, int] = defaultdict(int)
         self._owner: dict[int, str] = {}
         self._copies: dict[int, str] = {}
-        self._running: list[str] = []
+        self._modules = RunningModules(model)
+        self._running = self._modules.names
         self._maker: dict[int, tuple[str, bool]] = {}
-        self._handles: list[Any] = []
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 if parameter.ndim >= 2:
                     self._owner.setdefault(storage_id(parameter), name)
             if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
                 self._flops[name]  # creates an entry of zeros for a layer that is never reached
-            self._handles.append(module.register_forward_pre_hook(self._enter(name)))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            self._running.append(name)
-            self._calls[name] += 1
-
-        return hook
-
-    def _leave(self, *_: Any) -> None:
-        self._running.pop()
 
     def forget(self, storage: int) -> None:
         self._copies.pop(storage, None)
@@ -254,15 +239,14 @@ class _Attribution:
 
     def table(self, images: int) -> dict[str, LayerFlops]:
         """Remove the hooks from the model, and return the counts per image, keyed by module name."""
-        for handle in self._handles:
-            handle.remove()
+        self._modules.remove_hooks()
         return {
-            name: LayerFlops(f["forward"] / images, f["backward"] / images, self._calls[name])
+            name: LayerFlops(f["forward"] / images, f["backward"] / images, self._modules.calls[name])
             for name, f in self._flops.items()
         }
 
 
-class SavedTensors:
+class SavedTensors(saved_tensors_hooks):
     """Record the storages that autograd saves for the backward pass, without keeping them alive.
 
     Run the forward pass inside ``with saved:``, and then call ``saved.alive()``.
@@ -270,19 +254,12 @@ class SavedTensors:
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref, int]] = {}
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda t: t)
+        super().__init__(self._pack, lambda t: t)
 
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         self._seen[storage._cdata] = (weakref.ref(storage), storage.nbytes())
         return tensor
-
-    def __enter__(self) -> SavedTensors:
-        self._hooks.__enter__()
-        return self
-
-    def __exit__(self, *exc: Any) -> None:
-        self._hooks.__exit__(*exc)
 
     def alive(self) -> dict[int, int]:
         """Return the full size in bytes of each saved storage that is still alive, keyed by storage id."""

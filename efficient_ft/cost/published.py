@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,7 @@ from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
 from efficient_ft.cost.step import StepSpec, require_positive
 from efficient_ft.models.view import projections_in, view
-from efficient_ft.models.view.probe import in_words, takes_tokens
+from efficient_ft.models.view.probe import RunningModules, in_words, takes_tokens
 from efficient_ft.task import Classification, TextClassification, tensors_of
 
 #: Number of bytes per fp32 value.
@@ -287,7 +287,7 @@ class _Trace(TorchFunctionMode):
         self._rule = rule
         self._model = model
         self._owner: dict[int, str] = {}
-        self._running: list[str] = []
+        self._running = RunningModules(model).names
         self._blocks = frozenset(blocks)
         # For each storage, the number of operations that had been recorded when the storage was last written. The
         # tensors are kept alive, so that no storage id is reused. Fake tensors need no memory.
@@ -297,14 +297,6 @@ class _Trace(TorchFunctionMode):
         for name, module in model.named_modules():
             for parameter in module.parameters(recurse=False):
                 self._owner.setdefault(id(parameter), name)
-            module.register_forward_pre_hook(self._enter(name))
-            module.register_forward_hook(self._leave)
-
-    def _enter(self, name: str) -> Callable[..., None]:
-        return lambda *_: self._running.append(name)
-
-    def _leave(self, *_: Any) -> None:
-        self._running.pop()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from timm.models import PretrainedCfg
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
@@ -96,9 +95,20 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     size = image_size(config, cfg)
     if size == own and not any("patch" in name for name in config.kwargs):
         return
+    patches: list[tuple[int, int]] = []  # sizes of the patches that do not cover the images completely
+
+    def look(layer: nn.Conv2d, inputs: tuple[Tensor, ...]) -> None:
+        patch = (layer.kernel_size[0], layer.kernel_size[1])
+        cuts = patch == tuple(layer.stride) and layer.padding in ((0, 0), 0, "valid") and max(patch) > 1
+        if cuts and tuple(inputs[0].shape[-2:]) == size and any(s % p for s, p in zip(size, patch, strict=True)):
+            patches.append(patch)
+
     training = model.training
     try:
-        with torch.no_grad(), _patches(model, size) as patches:
+        with torch.no_grad(), ExitStack() as hooks:
+            for module in model.modules():
+                if isinstance(module, nn.Conv2d):
+                    hooks.enter_context(module.register_forward_pre_hook(look))
             model.eval()(torch.zeros(1, config.kwargs.get("in_chans", 3), *size))
     except _FAILURES as error:
         if config.image_size is None:  # only the patch size in model.kwargs can be the reason
@@ -111,26 +121,6 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     recorded = None if config.weights is None else recorded_size(Path(config.weights).expanduser())
     if patches and recorded != size:
         raise _unused_pixels(config, size, patches[0])
-
-
-@contextmanager
-def _patches(model: nn.Module, size: tuple[int, int]) -> Iterator[list[tuple[int, int]]]:
-    """Record the patch size of each layer whose patches do not cover images of `size` completely."""
-    found: list[tuple[int, int]] = []
-
-    def look(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
-        assert isinstance(layer, nn.Conv2d)
-        patch = (layer.kernel_size[0], layer.kernel_size[1])
-        cuts = patch == tuple(layer.stride) and layer.padding in ((0, 0), 0, "valid") and max(patch) > 1
-        if cuts and tuple(inputs[0].shape[-2:]) == size and any(s % p for s, p in zip(size, patch, strict=True)):
-            found.append(patch)
-
-    hooks = [m.register_forward_pre_hook(look) for m in model.modules() if isinstance(m, nn.Conv2d)]
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _unused_pixels(config: ModelConfig, size: tuple[int, int], patch: tuple[int, int]) -> SettingError:

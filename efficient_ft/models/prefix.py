@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,14 +117,12 @@ class FrozenPrefix:
         def leave(module: nn.Module, args: Any, output: Tensor) -> None:
             raise _Left(output)
 
-        handle = self.model.get_submodule(self.end).register_forward_hook(leave)
         try:
-            self.model(images)
+            with self.model.get_submodule(self.end).register_forward_hook(leave):
+                self.model(images)
         except _Left as left:
             features: Tensor = left.args[0]
             return features
-        finally:
-            handle.remove()
         raise RuntimeError(f"{self.end} was not called")
 
     def to_rows(self, features: Tensor) -> Tensor:
@@ -208,15 +206,11 @@ class _Trace:
 
     def run(self, images: Tensor) -> None:
         """Record a forward pass of the model with the random numbers of `_seeded`."""
-        handles = []
-        for name, module in self._modules.items():
-            handles.append(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
-            handles.append(module.register_forward_hook(lambda m, args, output: self._leave(output)))
-        try:
+        with ExitStack() as hooks:
+            for name, module in self._modules.items():
+                hooks.enter_context(module.register_forward_pre_hook(lambda m, args, name=name: self._enter(name)))
+                hooks.enter_context(module.register_forward_hook(lambda m, args, output: self._leave(output)))
             _seeded(self.model, images, self._start)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _start(self) -> None:
         self._state = torch.get_rng_state()

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from enum import StrEnum
 from functools import partial
 from typing import Any
@@ -99,17 +99,13 @@ def find_folds(model: nn.Module, run: Callable[[], Any]) -> Folds:
         if found is not None:
             pairs.append((found[0], module))
 
-    handles = []
-    for module in model.modules():
-        if type(module) is nn.Conv2d and module.padding_mode == "zeros":
-            handles.append(module.register_forward_hook(after))
-        elif type(module) in FROZEN.values():
-            handles.append(module.register_forward_pre_hook(before))
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            if type(module) is nn.Conv2d and module.padding_mode == "zeros":
+                hooks.enter_context(module.register_forward_hook(after))
+            elif type(module) in FROZEN.values():
+                hooks.enter_context(module.register_forward_pre_hook(before))
         run()
-    finally:
-        for handle in handles:
-            handle.remove()
     takers = Counter(conv for conv, _ in pairs)
     return Folds([(c, n) for c, n in pairs if calls[c] == calls[n] == takers[c] == 1])
 

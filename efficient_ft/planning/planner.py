@@ -179,41 +179,41 @@ def make_plan(
         given = format_seconds(limits.seconds)
         raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
     counts = [class_count(data) for data in data_configs(base)]
-    base_bytes = 0 if device.type == "cuda" else resident_bytes()
-    counter = Counter(base, counts[0] or _UNKNOWN_CLASSES)
-    allocator = allocator_in_use()
-    phases = RunPhases(base)
-    planner = _Planner(list(settings), configure, counter, base, base_bytes, allocator, device, bool(chosen), phases)
-
+    planner = _Planner(
+        settings=[word for word in settings if not (chosen and word.startswith("method="))],
+        configure=configure,
+        base=base,
+        device=device,
+        chosen=bool(chosen),
+        memory_bytes=memory_bytes,
+        loss=limits.loss,
+        step_limit=None if limits.seconds is None or steps is None else limits.seconds / steps,
+        say=say,
+        base_bytes=0 if device.type == "cuda" else resident_bytes(),
+        counter=Counter(base, counts[0] or _UNKNOWN_CLASSES),
+        phases=RunPhases(base),
+    )
     memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
-    todo = candidates(base, counter.blocks, chosen, memory_free or not chosen)
-    limit = None if limits.seconds is None or steps is None else limits.seconds / steps
-
-    def choose(left: Sequence[Option]) -> Option | None:
-        return recommend(left, limits.loss, limit)
-
+    todo = candidates(base, planner.counter.blocks, chosen, memory_free or not chosen)
     end = began + seconds * (_COUNTING + _TIMING + _COMPARING)
-    found, excluded = planner.examine(todo, memory_bytes, (began + seconds * _COUNTING, end), choose, say, ready)
-    fitting = planner.fitting(found, memory_bytes, limits.split_batch)
-    kept = {id(option) for _, option in fitting}
-    above = [option for _, option in found if id(option) not in kept]
-    fitting = planner.with_times(fitting, min(clock.perf_counter() + seconds * _TIMING, end), say)
-    fitting = planner.with_losses(fitting, min(clock.perf_counter() + seconds * _COMPARING, end), say)
-    options = sorted((option for _, option in fitting), key=preference)
-    best, options, refused = planner.with_trial(options, choose, memory_bytes, attempt, say)
+    found, excluded = planner.examine(todo, (began + seconds * _COUNTING, end), ready)
+    fitting = planner.fitting(found, limits.split_batch)
+    above = [option for option in found if option not in fitting]
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + seconds * _TIMING, end))
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + seconds * _COMPARING, end))
+    best, options, refused = planner.with_trial(sorted(fitting, key=preference), attempt)
     excluded += [*refused, *(planner.above_budget(option) for option in above)]
-    least = min((option for _, option in found), key=planner.bound)
+    least = min(found, key=planner.bound)
     options = with_front(options)
-    recommended = next((option for option in options if option.name == best), None)
     return Plan(
         memory_bytes,
         limits.memory_bytes,
-        base_bytes,
-        allocator,
+        planner.base_bytes,
+        planner.allocator,
         str(device),
         tuple(options),
         tuple(excluded),
-        recommended,
+        next((option for option in options if option.name == best), None),
         planner.bound(least),
         least.name,
         steps,
@@ -228,36 +228,35 @@ class _Planner:
 
     settings: list[str]
     configure: Configure
-    counter: Counter
     base: Config
-    base_bytes: int
-    allocator: str
     device: torch.device
     chosen: bool
+    memory_bytes: int
+    loss: float
+    step_limit: float | None
+    say: Callable[[str], None]
+    base_bytes: int
+    counter: Counter
     phases: RunPhases
+    allocator: str = field(default_factory=allocator_in_use)
     sizes: LibrarySizes = field(default_factory=LibrarySizes)
-    configs: dict[str, Config] = field(default_factory=dict)
+    #: Recipe and configuration of each option, by name.
+    recipes: dict[str, tuple[Candidate, Config]] = field(default_factory=dict)
     #: Ratio of the measured to the predicted growth in trials that did not fit. This ratio is assumed for all recipes.
     excess: float = 1.0
 
     def examine(
-        self,
-        todo: Sequence[Candidate],
-        memory_bytes: int,
-        times: tuple[float, float],
-        choose: Callable[[Sequence[Option]], Option | None],
-        say: Callable[[str], None],
-        ready: Callable[[Examined], None],
-    ) -> tuple[list[tuple[Candidate, Option]], list[Excluded]]:
+        self, todo: Sequence[Candidate], times: tuple[float, float], ready: Callable[[Examined], None]
+    ) -> tuple[list[Option], list[Excluded]]:
         """Count the candidates until a deadline.
 
         The deadline is the first value of `times`. If no candidate that fits can be recommended, the second value is
         used.
 
         Returns:
-            The usable candidates with their options, and the excluded candidates.
+            The options of the usable candidates, and the excluded candidates.
         """
-        found: list[tuple[Candidate, Option]] = []
+        found: list[Option] = []
         excluded: list[Excluded] = []
         enough = False
         for number, candidate in enumerate(todo, start=1):
@@ -265,7 +264,7 @@ class _Planner:
             if late and found and candidate.methods not in SMALLEST:
                 excluded.append(Excluded(candidate.name, "The planning time limit was reached.", examined=False))
                 continue
-            say(f"counting the recipe {candidate.name} ({number} of {len(todo)})")
+            self.say(f"counting the recipe {candidate.name} ({number} of {len(todo)})")
             try:
                 option = self.option(candidate)
             except UserError as error:
@@ -273,39 +272,41 @@ class _Planner:
                 ready(Examined(number, len(todo), candidate.name, None, False))
                 continue
             if not found:
-                self._refuse_too_little(memory_bytes, option)
-            found.append((candidate, option))
-            fits = self.fits(option, memory_bytes)
+                self._refuse_too_little(option)
+            found.append(option)
+            fits = self.fits(option)
             # A recipe of unknown exactness can be recommended after its cosine has been measured.
             measurable = option.exactness is Exactness.UNKNOWN
-            enough = enough or (fits and (measurable or choose([option]) is not None))
+            enough = enough or (fits and (measurable or self.choose([option]) is not None))
             ready(Examined(number, len(todo), option.name, self.bound(option), fits))
         if not found:
             raise UserError(f"No recipe can be used with this model: {excluded[0].reason}")
         return found, excluded
 
-    def fitting(
-        self, found: Sequence[tuple[Candidate, Option]], memory_bytes: int, split_batch: bool
-    ) -> list[tuple[Candidate, Option]]:
-        """Return the candidates that fit. If no exact candidate fits, candidates with a split batch are added."""
-        fits = [pair for pair in found if self.fits(pair[1], memory_bytes)]
-        if not split_batch or any(option.exactness is Exactness.EXACT for _, option in fits):
+    def choose(self, options: Sequence[Option]) -> Option | None:
+        """Return the option to recommend, or None if no option is within the limits."""
+        return recommend(options, self.loss, self.step_limit)
+
+    def fitting(self, found: Sequence[Option], split_batch: bool) -> list[Option]:
+        """Return the options that fit. If no exact option fits, options with a split batch are added."""
+        fits = [option for option in found if self.fits(option)]
+        if not split_batch or any(option.exactness is Exactness.EXACT for option in fits):
             return fits
-        for candidate, _ in [pair for pair in found if pair not in fits]:
-            for parts in split(candidate, self.base):
-                option = self.option(parts)
-                if self.fits(option, memory_bytes):
-                    fits.append((parts, option))
+        for option in [option for option in found if option not in fits]:
+            for parts in split(self.recipes[option.name][0], self.base):
+                smaller = self.option(parts)
+                if self.fits(smaller):
+                    fits.append(smaller)
                     break
         return fits
 
-    def _refuse_too_little(self, memory_bytes: int, option: Option) -> None:
+    def _refuse_too_little(self, option: Option) -> None:
         """Raise a SettingError if the process exceeds the budget before the first step."""
         weights = self.base_bytes + option.counted.resident_bytes
-        if weights > memory_bytes:
+        if weights > self.memory_bytes:
             raise SettingError(
                 "memory",
-                format_bytes(memory_bytes),
+                format_bytes(self.memory_bytes),
                 f"at least {bytes_setting(weights)}",
                 f"Before the first step, the interpreter and its libraries use {format_bytes(self.base_bytes)}, and the"
                 f" model and a batch use {format_bytes(weights - self.base_bytes)}. Choose a smaller model,"
@@ -317,15 +318,14 @@ class _Planner:
         of a run.
         """
         own = candidate.arguments(self.base)
-        settings = [s for s in self.settings if not (self.chosen and s.startswith("method="))]
         taken = {argument.partition("=")[0] for argument in own}
-        settings = [s for s in settings if s.partition("=")[0] not in taken]
+        settings = [s for s in self.settings if s.partition("=")[0] not in taken]
         config = self.configure([*settings, *own])
         methods = build_methods(config)
         # The size of the libraries is measured before counting, because counting also loads them.
         added = 0 if self.device.type == "cuda" else self.sizes(libraries(config.optim.state_bits, methods))
         counted = self.counter(config, methods)
-        self.configs[candidate.name] = config
+        self.recipes[candidate.name] = candidate, config
         exactness = candidate.exactness
         if exactness is Exactness.UNKNOWN and counted.trainable < self.counter.parameters:
             exactness = Exactness.PART
@@ -352,49 +352,54 @@ class _Planner:
         """Return the growth of the process memory in a step, without the model and the batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
-    def fits(self, option: Option, memory_bytes: int) -> bool:
+    def fits(self, option: Option) -> bool:
         """Return True if the option stays within the budget."""
-        return self.bound(option) <= memory_bytes
+        return self.bound(option) <= self.memory_bytes
 
-    def with_times(
-        self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
-    ) -> list[tuple[Candidate, Option]]:
+    def _rough(self, option: Option) -> tuple[int, float]:
+        """Return the sort key of an option that has not been timed: exactness class, then FLOPs."""
+        candidate, _ = self.recipes[option.name]
+        flops = option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)
+        return option.exactness, flops
+
+    def with_times(self, fitting: list[Option], deadline: float) -> list[Option]:
         """Time the preferred options until the deadline, and estimate the times of the other options from FLOPs."""
-        order = sorted(fitting, key=lambda pair: _rough(*pair))
-        best_of: dict[Exactness, list[tuple[Candidate, Option]]] = {}
-        for pair in order:
-            best_of.setdefault(pair[1].exactness, []).append(pair)
+        best_of: dict[Exactness, list[Option]] = {}
+        for option in sorted(fitting, key=self._rough):
+            best_of.setdefault(option.exactness, []).append(option)
         queue = [of[at] for at in range(2) for of in (best_of[key] for key in sorted(best_of)) if at < len(of)]
         timed: dict[str, float] = {}
+        rates: dict[str, float] = {}
         rate = 0.0
-        for candidate, option in queue:
-            left = deadline - clock.perf_counter()
-            if left < 0 and timed:
+        for option in queue:
+            if deadline < clock.perf_counter() and timed:
                 break
-            say(f"timing {option.name}")
-            config = self.configs[option.name]
+            self.say(f"timing {option.name}")
+            candidate, config = self.recipes[option.name]
             if not rate:  # a first step with one image determines the number of images in the timed steps
                 rate = step_seconds(config, self.counter, self.device, 1, 0.5) / option.counted.flops
-            whole = rate * option.counted.flops / config.trainer.grad_accum_steps
-            images = max(1, min(config.data.batch_size, int(config.data.batch_size * _STEP / max(whole, 1e-9))))
-            timed[option.name] = step_seconds(config, self.counter, self.device, images, 3 * _STEP)
-            rate = timed[option.name] / option.counted.flops / candidate.time_factor
-        rates = sorted(timed[o.name] / o.counted.flops / c.time_factor for c, o in fitting if o.name in timed)
-        usual = rates[len(rates) // 2] if rates else None
+            timed[option.name] = self._step_seconds(config, rate * option.counted.flops, _STEP, 3 * _STEP)
+            rate = rates[option.name] = timed[option.name] / option.counted.flops / candidate.time_factor
+        usual = sorted(rates.values())[len(rates) // 2] if rates else None
+        factors = {option.name: self.recipes[option.name][0].time_factor for option in fitting}
         return [
-            (c, replace(o, step_seconds=timed[o.name], timed=True))
+            replace(o, step_seconds=timed[o.name], timed=True)
             if o.name in timed
-            else (c, replace(o, step_seconds=None if usual is None else usual * o.counted.flops * c.time_factor))
-            for c, o in fitting
+            else replace(o, step_seconds=None if usual is None else usual * o.counted.flops * factors[o.name])
+            for o in fitting
         ]
 
+    def _step_seconds(self, config: Config, estimate: float, step: float, limit: float) -> float:
+        """Time a step whose estimated time is `estimate`, for at most `limit` seconds.
+
+        If a step would take longer than `step` seconds, only a part of the batch is used.
+        """
+        whole = estimate / config.trainer.grad_accum_steps
+        images = max(1, min(config.data.batch_size, int(config.data.batch_size * step / max(whole, 1e-9))))
+        return step_seconds(config, self.counter, self.device, images, limit)
+
     def with_trial(
-        self,
-        options: list[Option],
-        choose: Callable[[Sequence[Option]], Option | None],
-        memory_bytes: int,
-        attempt: Attempt | None,
-        say: Callable[[str], None],
+        self, options: list[Option], attempt: Attempt | None
     ) -> tuple[str | None, list[Option], list[Excluded]]:
         """Try the best option in a separate process. If the option exceeds the budget, try the next option.
 
@@ -403,17 +408,19 @@ class _Planner:
         """
         refused: list[Excluded] = []
         for number in range(_TRIALS + 1):
-            best = choose(options)
+            best = self.choose(options)
             if best is None:
                 break
-            seconds = self._trial_seconds(best, memory_bytes) if number < _TRIALS else None
-            if attempt is None or seconds is None:
-                say(f"timing {best.name}")
-                return best.name, [self._timed_again(o) if o == best else o for o in options], refused
-            say(f"trying {best.name}")
+            if attempt is None or number == _TRIALS or not self._can_be_tried(best):
+                self.say(f"timing {best.name}")
+                seconds = best.step_seconds or 1.0
+                seconds = self._step_seconds(self.recipes[best.name][1], seconds, _FINAL_STEP, 2 * _FINAL_STEP)
+                timed = replace(best, step_seconds=seconds, timed=True)
+                return best.name, [timed if option == best else option for option in options], refused
+            self.say(f"trying {best.name}")
             release_freed_memory()
             try:
-                trial = attempt(best.arguments, self.counter.classes, seconds)
+                trial = attempt(best.arguments, self.counter.classes, _TRIAL)
             except UserError as error:
                 refused.append(Excluded(best.name, f"the trial failed: {first_line(error)}"))
                 options = [option for option in options if option != best]
@@ -425,10 +432,10 @@ class _Planner:
                 timed=True,
             )
             options = [tried if option == best else option for option in options]
-            if self.fits(tried, memory_bytes):
+            if self.fits(tried):
                 return tried.name, options, refused
             self.excess = max(self.excess, self._growth(tried) / self._growth(best))
-            over = [option for option in options if not self.fits(option, memory_bytes)]
+            over = [option for option in options if not self.fits(option)]
             refused += [self.above_budget(option) for option in over]
             options = [option for option in options if option not in over]
         return None, options, refused
@@ -440,49 +447,32 @@ class _Planner:
         reason = f"the process may use {format_bytes(bound)}" if option.measured_bytes is None else measured
         return Excluded(option.name, reason, bound, option.exactness)
 
-    def _trial_seconds(self, option: Option, memory_bytes: int) -> float | None:
-        """Return the time limit of a trial in seconds, or None if steps take too long or too little memory is free."""
+    def _can_be_tried(self, option: Option) -> bool:
+        """Return True if the steps of an option are short enough for a trial, and enough memory is free."""
         if option.step_seconds is None or option.step_seconds > _TRIED_STEP:
-            return None
+            return False
         room = min(memory_limit_bytes() - resident_bytes(), psutil.virtual_memory().available)
-        return None if self.device.type == "cpu" and room < self.bound(option) else _TRIAL
+        return self.device.type != "cpu" or room >= self.bound(option)
 
-    def _timed_again(self, option: Option) -> Option:
-        """Time the recommended option again. The full batch is used if the steps of the option are short enough."""
-        config = self.configs[option.name]
-        whole = (option.step_seconds or 1.0) / config.trainer.grad_accum_steps
-        images = max(1, min(config.data.batch_size, int(config.data.batch_size * _FINAL_STEP / whole)))
-        seconds = step_seconds(config, self.counter, self.device, images, 2 * _FINAL_STEP)
-        return replace(option, step_seconds=seconds, timed=True)
-
-    def with_losses(
-        self, fitting: list[tuple[Candidate, Option]], deadline: float, say: Callable[[str], None]
-    ) -> list[tuple[Candidate, Option]]:
+    def with_losses(self, fitting: list[Option], deadline: float) -> list[Option]:
         """Compare the gradients of inexact options with the exact gradients, if weights and images are available."""
         measurable = [Exactness.NEAR, Exactness.APPROXIMATE, Exactness.UNKNOWN]
         if self.chosen:
             measurable.append(Exactness.PART)
-        open_ = [pair for pair in fitting if pair[1].exactness in measurable and pair[0].micro_batches == 1]
-        if not open_ or factory.missing_weights(self.base.model) is not None or kind_of(self.base).missing(self.base):
+        open_ = [o for o in fitting if o.exactness in measurable and self.recipes[o.name][0].micro_batches == 1]
+        model = self.base.model
+        if not open_ or factory.missing_weights(model) is not None or kind_of(self.base).missing(self.base):
             return fitting
-        if not self.base.model.pretrained and self.base.model.weights is None:
+        if not model.pretrained and model.weights is None:
             return fitting  # gradients of random weights are meaningless
-        say("comparing gradients")
+        self.say("comparing gradients")
         closeness = Closeness(self.base, self.device)
         by_methods: dict[str, float | None] = {}
         measured: dict[str, float | None] = {}
-        for _, option in sorted(open_, key=lambda pair: pair[1].exactness):
-            config = self.configs[option.name]
+        for option in sorted(open_, key=lambda option: option.exactness):
+            _, config = self.recipes[option.name]
             key = config.model_dump_json(include={"method"})
             if key not in by_methods and clock.perf_counter() < deadline:
                 by_methods[key] = closeness.cosine(config)
             measured[option.name] = by_methods.get(key)
-        return [
-            (c, with_cosine(o, measured.get(o.name), o.counted.trainable >= self.counter.parameters))
-            for c, o in fitting
-        ]
-
-
-def _rough(candidate: Candidate, option: Option) -> tuple[int, float]:
-    """Return the sort key of an option that has not been timed: exactness class, then FLOPs."""
-    return option.exactness, option.counted.flops * candidate.time_factor * (1.02 if candidate.in_backward else 1)
+        return [with_cosine(o, measured.get(o.name), o.counted.trainable >= self.counter.parameters) for o in fitting]

@@ -74,18 +74,20 @@ def test_recipes_are_examined_until_one_can_be_recommended(monkeypatch: pytest.M
     seconds = iter(range(9))  # each recipe takes one second
     monkeypatch.setattr(planner, "clock", SimpleNamespace(perf_counter=lambda: next(seconds)))
     usable = SimpleNamespace(
-        option=lambda candidate: candidate, fits=lambda *_: True, bound=lambda _: 1, _refuse_too_little=lambda *_: None
+        option=lambda candidate: candidate,
+        fits=lambda _: True,
+        bound=lambda _: 1,
+        _refuse_too_little=lambda _: None,
+        choose=lambda options: next((one for one in options if one.exactness is Exactness.EXACT), None),
+        say=lambda text: None,
     )
     todo = [Candidate((name,), exactness=Exactness.PART) for name in ("head", "last_stage", "bitfit")]
     todo += [Candidate(("full",), exactness=Exactness.EXACT), Candidate(("lora",))]
     found, excluded = planner._Planner.examine(
         usable,  # type: ignore[arg-type]
         todo,
-        memory_bytes=1,
         times=(0.5, 3.5),
-        choose=lambda options: next((one for one in options if one.exactness is Exactness.EXACT), None),
-        say=lambda text: None,
         ready=lambda examined: None,
     )
-    assert [candidate.name for candidate, _ in found] == ["head", "last_stage", "bitfit", "full"]
+    assert [candidate.name for candidate in found] == ["head", "last_stage", "bitfit", "full"]
     assert [one.name for one in excluded] == ["lora"]

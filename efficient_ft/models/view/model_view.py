@@ -27,8 +27,9 @@ _USUAL_SIZE = (224, 224)
 class ModelView:
     """A view of a model for methods. All names are full module names in forward order.
 
-    Creating a view reads the structure of the model. The first access to `layers` or `functions` runs a forward pass on
-    fake tensors. Later changes to the model do not update the view. Create a new view after changing the model.
+    Creating a view reads the structure of the model. The first access to `layers`, `block_grid` or `functions` runs a
+    forward pass on fake tensors, and raises a UserError if the model cannot run on an input of `image_size`. Later
+    changes to the model do not update the view. Create a new view after changing the model.
 
     Attributes:
         model: The model, which a view never changes.
@@ -70,11 +71,7 @@ class ModelView:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """All linear layers and convolutions, including the head and excluding the layers of adapters.
-
-        Raises:
-            UserError: If the model cannot run on an input of `image_size`.
-        """
+        """All linear layers and convolutions, including the head and excluding the layers of adapters."""
         added, routed, stem = added_modules(self.model), routed_modules(self.model), stem_of(self.model)
         layers = []
         for name, module in self.model.named_modules():
@@ -94,11 +91,7 @@ class ModelView:
 
     @cached_property
     def block_grid(self) -> tuple[int, int] | None:
-        """The token grid (H, W) of all blocks, or None if the tokens have no grid or the blocks have different grids.
-
-        Raises:
-            UserError: If the model cannot run on an input of `image_size`.
-        """
+        """The token grid (H, W) of all blocks, or None if the tokens have no grid or the grids of the blocks differ."""
         inside = tuple(f"{block}." for block in self.blocks)
         layouts = {x.tokens for x in self.layers if x.tokens is not None and x.name.startswith(inside)}
         if len(layouts) != 1 or {(a.form, a.prefix) for a in layouts} != {("tokens", self.prefix_tokens)}:
@@ -109,9 +102,6 @@ class ModelView:
         """Return the torch functions that the forward method of the module `name` calls directly.
 
         The result is None if the method calls no torch functions.
-
-        Raises:
-            UserError: If the model cannot run on an input of `image_size`.
         """
         return self._probed.functions.get(name)
 

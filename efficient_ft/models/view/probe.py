@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,26 +53,46 @@ class Probed:
     functions: Mapping[str, frozenset[Callable[..., Any]]]
 
 
-class _Functions(TorchFunctionMode):
-    """A torch function mode that records the functions that each module calls."""
+class RunningModules:
+    """The modules of a model whose ``forward`` is running, recorded by hooks on all modules.
 
-    def __init__(self) -> None:
+    Attributes:
+        names: Full names of the running modules, starting with the outermost.
+        calls: Number of calls of each module, by full name.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.names: list[str] = []
+        self.calls: Counter[str] = Counter()
+        self._handles = []
+        for name, module in model.named_modules():
+            self._handles.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def _enter(self, name: str, *_: Any) -> None:
+        self.names.append(name)
+        self.calls[name] += 1
+
+    def _leave(self, *_: Any) -> None:
+        self.names.pop()
+
+    def remove_hooks(self) -> None:
+        """Remove the hooks from the model."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class _Functions(TorchFunctionMode):
+    """A torch function mode that records the functions that each module of a model calls."""
+
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.running: list[str] = []
+        self.running = RunningModules(model)
         self.found: defaultdict[str, set[Callable[..., Any]]] = defaultdict(set)
 
-    def watch(self, name: str, module: nn.Module) -> None:
-        """Record the torch functions that the forward method of `module` calls, under the name `name`."""
-
-        def leave(*_: Any) -> None:
-            self.running.pop()
-
-        module.register_forward_pre_hook(lambda *_: self.running.append(name))
-        module.register_forward_hook(leave)
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.running:
-            self.found[self.running[-1]].add(func)
+        if self.running.names:
+            self.found[self.running.names[-1]].add(func)
         return func(*args, **(kwargs or {}))
 
 
@@ -138,11 +159,10 @@ def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
 
         return see
 
-    functions = _Functions()
     for name, module in fake.named_modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_hook(hook(name, _window(fake, name)))
-        functions.watch(name, module)
+    functions = _Functions(fake)
     try:
         with mode, torch.no_grad(), token_reduction_suspended(), functions:
             call(fake, size)
