@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,14 +83,8 @@ def examples_image(
         true.paste(image, mask=Image.fromarray(np.where(mask == IGNORED, 255, 0).astype(np.uint8)))
         tiles = [image, true, overlay(image, predict_mask(model, image, input), count)]
         height = max(round(image.height * _WIDTH / image.width), 1)
-        row = Image.new("RGB", (3 * _WIDTH, height))
-        for k, tile in enumerate(tiles):
-            row.paste(tile.resize((_WIDTH, height)), (k * _WIDTH, 0))
-        rows.append(row)
-    whole = Image.new("RGB", (3 * _WIDTH, sum(row.height for row in rows)))
-    for row, top in zip(rows, itertools.accumulate([0, *(row.height for row in rows[:-1])]), strict=True):
-        whole.paste(row, (0, top))
-    return whole
+        rows.append(np.hstack([np.asarray(tile.resize((_WIDTH, height))) for tile in tiles]))
+    return Image.fromarray(np.vstack(rows))
 
 
 def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
