@@ -54,7 +54,7 @@ from efficient_ft.training.output.folder import (
     run_id,
 )
 from efficient_ft.training.output.loggers import close_loggers, start_loggers
-from efficient_ft.training.processes import SameStart, from_first, world_size
+from efficient_ft.training.processes import from_first, same_start, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
 #: Mapping from `Trainer.received_sigterm` to the signal that Lightning handled.
@@ -169,7 +169,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
-    callbacks: list[L.Callback] = [memory, run.held.started(), SameStart(), apply]
+    callbacks: list[L.Callback] = [memory, run.held.started(), same_start(), apply]
     features = None
     uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
     if uses_prefix and run.kind.supports("prefix"):
