@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,6 +126,10 @@ class FrozenPrefix:
         finally:
             handle.remove()
         raise RuntimeError(f"{self.end} was not called")
+
+    def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
+        """Return `replaced` for the features of `images`, which are computed in each call."""
+        return self.replaced(self.features(images))
 
     def to_rows(self, features: Tensor) -> Tensor:
         """Flatten features (B, ...) to rows (B, values) in memory order."""

@@ -27,7 +27,8 @@ from efficient_ft.training.output.console import say
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
-    from efficient_ft.training.features.prefix import PrefixInput, RunFeatures
+    from efficient_ft.models.prefix import FrozenPrefix
+    from efficient_ft.training.features.prefix import RunFeatures
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
 
@@ -74,7 +75,7 @@ class FineTuner(L.LightningModule):
             runs.
     """
 
-    features: RunFeatures | PrefixInput | None = None
+    features: RunFeatures | FrozenPrefix | None = None
 
     def __init__(
         self, network: nn.Module, config: Config, num_classes: int | Mapping[str, int], total_steps: int
