@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -153,18 +154,11 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
             f" optim.lr={config.optim.lr:g}."
         )
     totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
-
-    def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
-        if module.global_rank == 0:
-            notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": run.data.best_split}
-            if recorder.best_tasks:
-                notes["task_accuracy"] = recorder.best_tasks
-            export_network(run, notes)
-
     extra = {"run_id": name, "version": __version__}
     every = rows_every(config.logger.every_n_steps, total_steps)
     names = run.data.class_names
     of_classes = names if isinstance(names, list | tuple) else ()
+    keep_best = partial(export_network, run)
     recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
