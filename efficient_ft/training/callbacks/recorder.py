@@ -135,10 +135,7 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """End the run because of the signal `stop`. Call this function after the checkpoint was written.
-
-        If Slurm sent the signal, requeue the job.
-        """
+        """End the run after its checkpoint was written. If Slurm sent the signal `stop`, requeue the job."""
         self.stop_requested = stop  # this process may not have received the signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
