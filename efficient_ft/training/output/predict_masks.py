@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,10 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from efficient_ft.core.input_spec import IGNORED, InputSpec
-from efficient_ft.data import SegmentationData, Transform
+from efficient_ft.data import Transform
 from efficient_ft.data.masks import class_colors
 from efficient_ft.data.segmentation_data import STRIDE
-from efficient_ft.record.files import write_atomically
 from efficient_ft.task import Segmentation
 from efficient_ft.task.base import at_size
 from efficient_ft.training.output import export
@@ -85,10 +83,3 @@ def examples_image(
         height = max(round(image.height * _WIDTH / image.width), 1)
         rows.append(np.hstack([np.asarray(tile.resize((_WIDTH, height))) for tile in tiles]))
     return Image.fromarray(np.vstack(rows))
-
-
-def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
-    """Write `EXAMPLES` into a run folder: some images, their masks, and the masks that model.safetensors predicts."""
-    trained = export.load(run)
-    found = examples_image(trained.model.to(device), images.examples(4), trained.input, images.num_classes)
-    write_atomically(run / EXAMPLES, lambda file: found.save(file, format="png"))
