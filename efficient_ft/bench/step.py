@@ -24,7 +24,7 @@ from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import TASKS
 from efficient_ft.training.costs import step_spec
-from efficient_ft.training.features.prefix import PrefixInput, from_stored, measure_form, run_prefix
+from efficient_ft.training.features.prefix import from_stored, measure_form, run_prefix
 from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.optimizer import build_optimizer
 
@@ -205,7 +205,7 @@ def _replace(
     prefix = run_prefix(config, network, methods)
     measure_form(config, prefix, device)
     if options.cache_features != "on":
-        return PrefixInput(prefix).input
+        return prefix.input
     form = RowForm(options.cache_dtype, prefix.values)
     stored: list[Tensor] = []
 

@@ -40,12 +40,6 @@ def adds_loss(method: Method) -> bool:
     return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
 
 
-def is_first_process() -> bool:
-    """Return True in the first process of distributed training, and always True if training is not distributed."""
-    distributed = torch.distributed
-    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
-
-
 def freeze_statistics(model: nn.Module) -> list[str]:
     """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 

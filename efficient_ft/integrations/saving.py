@@ -157,10 +157,7 @@ def load_trained(content: Content, model: nn.Module, names: Sequence[str], metho
 
 
 def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequence[Method]) -> None:
-    """Restore the states of the methods.
-
-    If a state is malformed, reset all methods to their previous states and raise UserError.
-    """
+    """Restore the states of the methods, or reset all methods and raise UserError if a state is malformed."""
     stateful = [method for method in methods if method.state_key in state]
     previous = [copy.deepcopy(method.state_dict()) for method in stateful]
     for index, method in enumerate(stateful):
@@ -177,10 +174,7 @@ def _load_state(path: Path, state: Mapping[str, dict[str, Any]], methods: Sequen
 
 
 def _require_same_types(name: str, found: Any, own: Any) -> None:
-    """Raise TypeError if corresponding values have different types.
-
-    None matches any type, and int matches float.
-    """
+    """Raise TypeError if corresponding values have different types. None matches any type, and int matches float."""
     if found is None or own is None:
         return
     kinds = [(int, float) if isinstance(v, int | float) and not isinstance(v, bool) else type(v) for v in (found, own)]

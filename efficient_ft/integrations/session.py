@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
+from efficient_ft.core.distributed import rank
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations import saving
 from efficient_ft.integrations.checks import (
     OPENED,
     freeze_statistics,
-    is_first_process,
     names_adding_loss,
     refuse_foreign_state,
     refuse_gradient_readers,
@@ -139,7 +139,7 @@ class MethodSession:
             self.reports = apply_methods(self.model, self.methods, self.classifier)
             if self.frozen_bn:
                 self._frozen = freeze_statistics(self.model)
-            for report in self.reports if is_first_process() else ():
+            for report in self.reports if rank() == 0 else ():
                 log.info("%s", report)
                 log.debug("%s", report.details().partition("\n")[2])
         self._applied = self._open = True

@@ -13,7 +13,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,6 +124,10 @@ class FrozenPrefix:
             features: Tensor = left.args[0]
             return features
         raise RuntimeError(f"{self.end} was not called")
+
+    def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
+        """Return `replaced` for the features of `images`, which are computed in each call."""
+        return self.replaced(self.features(images))
 
     def to_rows(self, features: Tensor) -> Tensor:
         """Flatten features (B, ...) to rows (B, values) in memory order."""

@@ -89,7 +89,7 @@ class Overlap(Scores):
         self._matrix.update(at_size(logits, targets).argmax(1), targets)
 
     def compute(self) -> dict[str, float]:
-        counts = self._matrix.compute().double()  # (true class, predicted class)
+        counts = self._matrix.compute().double()
         return {
             "mean_iou": float(_overlaps(counts).nanmean()),
             "pixel_accuracy": float(counts.diagonal().sum() / counts.sum()),
@@ -105,9 +105,6 @@ class Overlap(Scores):
 
 
 def _overlaps(counts: Tensor) -> Tensor:
-    """Return the IoU of each class, or NaN for classes that do not occur.
-
-    `counts` has the dimensions (true class, predicted class).
-    """
+    """Return the IoU of each class from `counts` (true class, predicted class), or NaN for absent classes."""
     both = counts.diagonal()
     return both / (counts.sum(0) + counts.sum(1) - both)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def cost_report(
         UserError: If the baseline cannot be applied to the model.
     """
     switch, spec = tasks_of(network), step_spec(config)
+    spec = replace(spec, batch_size=min(spec.batch_size, largest_batch or spec.batch_size))
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
@@ -102,20 +104,13 @@ def cost_report(
         methods,
         None if selection is None or is_baseline else lambda: kind_of(config).random_network(config.model, classes),
         baseline_methods=selection or (),
-        batch_size=min(spec.batch_size, largest_batch or spec.batch_size),
-        input_size=spec.input_size,
         steps=steps,
         max_seconds=max_seconds,
-        precision=spec.precision,
-        label_smoothing=spec.label_smoothing,
-        in_chans=spec.in_chans,
-        task=spec.task,
-        frozen_bn=spec.frozen_bn,
         device=device,
-        grad_clip_norm=spec.grad_clip_norm,
         build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
         baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
         room=None if budget_of(config) is None else lambda: _room(config),
+        **vars(spec),
     )
     for name, one in found.items():
         if one.note:

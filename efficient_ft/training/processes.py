@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, SLURMEnvironment
 from lightning.fabric.plugins.environments import TorchElasticEnvironment as Torchrun
+from lightning.pytorch.callbacks import LambdaCallback
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
@@ -35,18 +36,14 @@ def world_size(config: Config) -> int:
     return (max(1, gpus) if options.devices == "auto" else options.devices) * options.num_nodes
 
 
-class SameStart(L.Callback):
-    """A callback that saves the random state when it is created, and restores it before later callbacks are set up.
+def same_start() -> L.Callback:
+    """Return a callback that restores the present random state before later callbacks are set up.
 
     Lightning sets the seed again when it connects several processes. Without this callback, adapters would be
     initialized differently in several processes than in a single process.
     """
-
-    def __init__(self) -> None:
-        self._state = torch.get_rng_state()
-
-    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        torch.set_rng_state(self._state)
+    state = torch.get_rng_state()
+    return LambdaCallback(setup=lambda *_, **__: torch.set_rng_state(state))
 
 
 def environment() -> ClusterEnvironment:

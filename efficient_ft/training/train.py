@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as L
@@ -54,7 +55,7 @@ from efficient_ft.training.output.folder import (
     run_id,
 )
 from efficient_ft.training.output.loggers import close_loggers, start_loggers
-from efficient_ft.training.processes import SameStart, from_first, world_size
+from efficient_ft.training.processes import from_first, same_start, world_size
 from efficient_ft.training.trainer import build_trainer, use_channels_last
 
 #: Mapping from `Trainer.received_sigterm` to the signal that Lightning handled.
@@ -153,23 +154,16 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
             f" optim.lr={config.optim.lr:g}."
         )
     totals = Totals(run.methods, total_steps * config.trainer.grad_accum_steps)
-
-    def keep_best(module: L.LightningModule, epoch: int, accuracy: float) -> None:
-        if module.global_rank == 0:
-            notes: dict[str, Any] = {"epoch": epoch, "accuracy": accuracy, "split": run.data.best_split}
-            if recorder.best_tasks:
-                notes["task_accuracy"] = recorder.best_tasks
-            export_network(run, notes)
-
     extra = {"run_id": name, "version": __version__}
     every = rows_every(config.logger.every_n_steps, total_steps)
     names = run.data.class_names
     of_classes = names if isinstance(names, list | tuple) else ()
+    keep_best = partial(export_network, run)
     recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
-    callbacks: list[L.Callback] = [memory, run.held.started(), SameStart(), apply]
+    callbacks: list[L.Callback] = [memory, run.held.started(), same_start(), apply]
     features = None
     uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
     if uses_prefix and run.kind.supports("prefix"):

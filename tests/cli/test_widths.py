@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,7 @@ from efficient_ft.planning.counting import Counted
 from efficient_ft.planning.text import plan_text
 from efficient_ft.record.config_file import write_config
 from efficient_ft.training.kinds.base import Prediction, Predictions
-from efficient_ft.training.kinds.classes import Confusions
+from efficient_ft.training.kinds.classes import confusion_lines
 from tests.conftest import REPOSITORY
 from tests.record.some import some_results
 from tests.training.runs import plain_config
@@ -232,15 +233,14 @@ class _Found(Predictions):
     total, header = 3, ("path", "class")
 
     def __init__(self, heading: str, names: list[str]) -> None:
-        self._names, self._heading, self._confusions = names, heading, Confusions(3)
+        self._names, self._heading = names, heading
 
     def __iter__(self) -> Iterator[Prediction]:
         for _ in range(self.total):
-            self._confusions.add(self._names[0], self._names[-1])
             yield Prediction(self._heading, [(name, "30 %") for name in reversed(self._names)], {}, [])
 
     def summary(self) -> list[str]:
-        return self._confusions.lines()
+        return confusion_lines(Counter({(self._names[0], self._names[-1]): self.total}), self.total)
 
 
 def test_predictions(fits: Callable[..., str]) -> None:

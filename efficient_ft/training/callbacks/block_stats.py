@@ -98,10 +98,7 @@ def relative_magnitude(
 
 
 def _same_tokens(io: BlockIO, prefix: int) -> tuple[Tensor, Tensor, Tensor | bool] | None:
-    """Match the output tokens with the same tokens of the input, and return (x, y, mask of the valid pairs).
-
-    The result is None if the tokens cannot be matched.
-    """
+    """Return (x, y, mask of the valid pairs) with matched input and output tokens, or None if there is no match."""
     x, before, y, after = io
     if after is None or after is before:  # no token was dropped or merged, or the positions are unknown
         if x.shape == y.shape:

@@ -117,9 +117,6 @@ class ProgressBar(L.Callback):
 
 
 def _shorten(parts: list[str], width: int, least: int = 0) -> None:
-    """Remove parts until the line fits into `width` characters or `least` parts remain.
-
-    Parts in the middle are removed first.
-    """
+    """Remove parts, the middle ones first, until the line fits into `width` characters or `least` parts remain."""
     while len(parts) > least and len(", ".join(parts)) > width:
         del parts[-2 if len(parts) > 1 else -1]

@@ -52,8 +52,7 @@ class Recorder(L.Callback):
     Args:
         folder: the run folder.
         split: the split on which the run evaluates during training.
-        keep_best: function that writes the network's weights. The arguments are the module, the epoch (counted from 1)
-            and the accuracy of the epoch.
+        keep_best: function that writes the network's weights and the given metadata in the first process.
         extra: further entries of every checkpoint, which must consist of plain containers and values.
         totals: the callback that sums the cost of the training, which must precede this callback.
         every: number of optimizer steps between two recorded losses. See `rows_every`.
@@ -64,7 +63,7 @@ class Recorder(L.Callback):
         self,
         folder: Path,
         split: str,
-        keep_best: Callable[[L.LightningModule, int, float], None],
+        keep_best: Callable[[dict[str, Any]], None],
         extra: dict[str, Any],
         totals: Totals,
         every: int,
@@ -136,10 +135,7 @@ class Recorder(L.Callback):
         return next((number for number, count in zip(_STOP, asked, strict=True) if count), None)
 
     def _leave(self, stop: int) -> None:
-        """End the run because of the signal `stop`. Call this function after the checkpoint was written.
-
-        If Slurm sent the signal, requeue the job.
-        """
+        """End the run after its checkpoint was written. If Slurm sent the signal `stop`, requeue the job."""
         self.stop_requested = stop  # this process may not have received the signal
         if stop in REQUEUE and "SLURM_JOB_ID" in os.environ:
             if rank() == 0:
@@ -188,7 +184,9 @@ class Recorder(L.Callback):
         self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
         if self.best is None or evaluated.accuracy > self.best:
             self.best, self.best_epoch, self.best_tasks = evaluated.accuracy, epoch, self.last_tasks
-            self.keep_best(pl_module, epoch, evaluated.accuracy)
+            if trainer.is_global_zero:
+                tasks = {"task_accuracy": self.best_tasks} if self.best_tasks else {}
+                self.keep_best({"epoch": epoch, "accuracy": self.best, "split": self.split, **tasks})
         if trainer.is_global_zero:
             self.metrics.write_csv()
         final = trainer.should_stop or epoch == trainer.max_epochs

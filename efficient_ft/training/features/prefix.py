@@ -160,20 +160,6 @@ def from_stored(prefix: FrozenPrefix, form: RowForm, stored: Tensor) -> Abstract
     return prefix.replaced(prefix.from_rows(form.decode(stored)).to(prefix.dtype))
 
 
-class PrefixInput:
-    """The features of a run that are computed in each step and are not stored."""
-
-    def __init__(self, prefix: FrozenPrefix) -> None:
-        self.prefix = prefix
-
-    def input(self, images: Tensor) -> AbstractContextManager[Tensor]:
-        """Return a context manager in which the network computes its output from the features of `images`.
-
-        The context manager yields a placeholder to pass to the network.
-        """
-        return self.prefix.replaced(self.prefix.features(images))
-
-
 class FeatureCallback(L.Callback):
     """A callback that passes the features to the module and the data module of a run.
 
@@ -215,7 +201,7 @@ class FeatureCallback(L.Callback):
         except UserError as error:
             self._refuse_or_say(error)
         if self.features is None and self.prefix is not None and prefix.form is not Form.FP32:
-            module.features = PrefixInput(prefix)
+            module.features = prefix
         else:
             module.features = data.features = self.features
 
@@ -240,10 +226,7 @@ class FeatureCallback(L.Callback):
             say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix.
-
-        If the run folder contains a form, this form is used. Otherwise, the first process chooses a form.
-        """
+        """Set the form of the prefix to the form in the run folder. Without this file, the first process chooses."""
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])

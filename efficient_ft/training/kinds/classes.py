@@ -89,7 +89,8 @@ class ClassPredictions(Predictions):
         self._kind, self._trained, self._items, self._batch = kind, trained, items, options.batch_size
         self._names = [plain_line(name) for name in trained.class_names]
         self._top = min(options.top, len(self._names))
-        self.total, self._confusions = len(items), Confusions(len(items))
+        self.total = len(items)
+        self._pairs: Counter[tuple[str, str]] = Counter()
         self.header = [kind.item_key, "class", "probability", "label"]
         self.header += [f"{key}_{k}" for k in range(2, self._top + 1) for key in ("class", "probability")]
 
@@ -101,7 +102,8 @@ class ClassPredictions(Predictions):
             for item, row in zip(batch, rows, strict=True):
                 values, labels = row.topk(self._top)
                 top = [(self._names[int(k)], float(value)) for value, k in zip(values, labels, strict=True)]
-                self._confusions.add(item.label, top[0][0])
+                if item.label is not None:
+                    self._pairs[item.label, top[0][0]] += 1
                 yield self.prediction(item, top)
 
     def prediction(self, item: Item, top: Sequence[tuple[str, float]]) -> Prediction:
@@ -118,41 +120,27 @@ class ClassPredictions(Predictions):
         return Prediction(self._kind.heading(item), values, record, row)
 
     def summary(self) -> list[str]:
-        return self._confusions.lines()
+        return confusion_lines(self._pairs, self.total)
 
 
-class Confusions:
-    """Counter of the predictions for labeled items, which computes the accuracy and the most frequent confusions.
+def confusion_lines(pairs: Counter[tuple[str, str]], total: int) -> list[str]:
+    """Return lines with the accuracy and the most frequent confusions, or an empty list if no item has a label.
 
-    `total` is the number of all items, including unlabeled ones.
+    `pairs` counts the pairs (label, predicted class) of labeled items. `total` also includes unlabeled items.
     """
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._pairs: Counter[tuple[str, str]] = Counter()
-
-    def add(self, label: str | None, predicted: str) -> None:
-        """Count an item with its predicted class. `label` is None if the item has no label."""
-        if label is not None:
-            self._pairs[label, predicted] += 1
-
-    def lines(self) -> list[str]:
-        """Return lines with the accuracy and the most frequent confusions, or an empty list if no item has a label."""
-        labelled = sum(self._pairs.values())
-        if not labelled:
-            return []
-        sizes: Counter[str] = Counter()
-        wrong: Counter[tuple[str, str]] = Counter()
-        for (label, predicted), number in self._pairs.items():
-            sizes[label] += number
-            if label != predicted:
-                wrong[label, predicted] = number
-        of = "" if labelled == self._total else f" (of {self._total})"
-        images = "image" if labelled == 1 else "images"
-        accuracy = format_percent((labelled - wrong.total()) / labelled)
-        lines = ["", f"accuracy over {labelled} {images}{of} in class folders: {accuracy}"]
-        room = (terminal_width() - 30) // 2
-        for (label, predicted), number in wrong.most_common(_CONFUSIONS):
-            pair = f"{shortened(label, room)} → {shortened(predicted, room)}"
-            lines.append(f"  {pair}: {number} of {sizes[label]}")
-        return lines
+    labelled = pairs.total()
+    if not labelled:
+        return []
+    sizes: Counter[str] = Counter()
+    for (label, _), number in pairs.items():
+        sizes[label] += number
+    wrong = Counter({pair: number for pair, number in pairs.items() if pair[0] != pair[1]})
+    of = "" if labelled == total else f" (of {total})"
+    images = "image" if labelled == 1 else "images"
+    accuracy = format_percent((labelled - wrong.total()) / labelled)
+    lines = ["", f"accuracy over {labelled} {images}{of} in class folders: {accuracy}"]
+    room = (terminal_width() - 30) // 2
+    for (label, predicted), number in wrong.most_common(_CONFUSIONS):
+        pair = f"{shortened(label, room)} → {shortened(predicted, room)}"
+        lines.append(f"  {pair}: {number} of {sizes[label]}")
+    return lines

@@ -37,7 +37,8 @@ from efficient_ft.training.kinds.base import (
 from efficient_ft.training.kinds.classes import SAMPLES
 from efficient_ft.training.kinds.files import image_files, short_path
 from efficient_ft.training.kinds.registry import register
-from efficient_ft.training.output.predict_masks import examples_image, mask_image, overlay, predict_mask, write_examples
+from efficient_ft.training.output import export
+from efficient_ft.training.output.predict_masks import EXAMPLES, examples_image, mask_image, overlay, predict_mask
 
 #: Number of images in the figure of a run, and number of bytes per pixel that are needed to read an image and its mask.
 _EXAMPLES, _EXAMPLE_BYTES = 4, 6
@@ -73,11 +74,14 @@ class SegmentationKind(Kind):
         return {**{k: v for k, v in scores.items() if not k.startswith("iou_")}, "iou": each}
 
     def write_figures(self, folder: Path, data: RunData, device: torch.device) -> None:
-        write_examples(folder, only(data), device)
+        """Write some images, their masks, and the masks that model.safetensors predicts into one picture."""
+        trained, images = export.load(folder), only(data)
+        found = examples_image(trained.model.to(device), images.examples(_EXAMPLES), trained.input, images.num_classes)
+        _write_png(found, folder / EXAMPLES)
 
     def samples(self, trained: Trained, data: Any, device: torch.device) -> list[Sample]:
-        model, count, images = trained.model.to(device), data.num_classes, data
-        rows = [examples_image(model, [pair], trained.input, count) for pair in images.examples(SAMPLES // 2)]
+        model, pairs = trained.model.to(device), data.examples(SAMPLES // 2)
+        rows = [examples_image(model, [pair], trained.input, data.num_classes) for pair in pairs]
         return [Sample(row, "", "image, mask, prediction") for row in rows]
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:

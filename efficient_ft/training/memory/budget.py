@@ -157,19 +157,12 @@ class Predictor:
         )
 
     def _step(self, config: Config) -> dict[str, Any]:
-        network, spec = self.network(config), step_spec(config)
-        batch, _ = _samples(config, self._images)
+        network, (batch, _) = self.network(config), _samples(config, self._images)
         counted = executed(
             network,
-            batch,
-            spec.input_size,
             methods=build_methods(config),
             build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-            precision=spec.precision,
-            label_smoothing=spec.label_smoothing,
-            in_chans=spec.in_chans,
-            frozen_bn=spec.frozen_bn,
-            task=spec.task,
+            **vars(replace(step_spec(config), batch_size=batch)),
         )
         gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
         optimizer = counted.optimizer_bytes or 0

@@ -42,10 +42,7 @@ def budget_of(config: Config) -> int | None:
 
 
 class _PassedError(BaseException):
-    """Exception that is raised if the memory budget is exceeded.
-
-    The base class is BaseException, so that ``except Exception`` in the block does not catch this exception.
-    """
+    """Exception for an exceeded memory budget, which ``except Exception`` in the block does not catch."""
 
 
 @contextmanager

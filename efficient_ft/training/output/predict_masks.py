@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,10 +11,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from efficient_ft.core.input_spec import IGNORED, InputSpec
-from efficient_ft.data import SegmentationData, Transform
+from efficient_ft.data import Transform
 from efficient_ft.data.masks import class_colors
 from efficient_ft.data.segmentation_data import STRIDE
-from efficient_ft.record.files import write_atomically
 from efficient_ft.task import Segmentation
 from efficient_ft.task.base import at_size
 from efficient_ft.training.output import export
@@ -84,18 +81,5 @@ def examples_image(
         true.paste(image, mask=Image.fromarray(np.where(mask == IGNORED, 255, 0).astype(np.uint8)))
         tiles = [image, true, overlay(image, predict_mask(model, image, input), count)]
         height = max(round(image.height * _WIDTH / image.width), 1)
-        row = Image.new("RGB", (3 * _WIDTH, height))
-        for k, tile in enumerate(tiles):
-            row.paste(tile.resize((_WIDTH, height)), (k * _WIDTH, 0))
-        rows.append(row)
-    whole = Image.new("RGB", (3 * _WIDTH, sum(row.height for row in rows)))
-    for row, top in zip(rows, itertools.accumulate([0, *(row.height for row in rows[:-1])]), strict=True):
-        whole.paste(row, (0, top))
-    return whole
-
-
-def write_examples(run: Path, images: SegmentationData, device: torch.device) -> None:
-    """Write `EXAMPLES` into a run folder: some images, their masks, and the masks that model.safetensors predicts."""
-    trained = export.load(run)
-    found = examples_image(trained.model.to(device), images.examples(4), trained.input, images.num_classes)
-    write_atomically(run / EXAMPLES, lambda file: found.save(file, format="png"))
+        rows.append(np.hstack([np.asarray(tile.resize((_WIDTH, height))) for tile in tiles]))
+    return Image.fromarray(np.vstack(rows))
