@@ -64,9 +64,11 @@ def packed_bits(n: int, form: Form) -> int:
     return -(-n // length) * (bits * length + 32)
 
 
-@dataclass
+@dataclass(eq=False)
 class ChosenBits(PackingState):
-    """State of the profile, and the selected storage formats.
+    """Packer that stores each tensor in a selected format, and the state of the profile that selects the formats.
+
+    All kinds of tensors share one packer, so that each tensor is packed only once.
 
     Attributes:
         budget: mean number of bits per packed value, including the minimum and the step of each group.
@@ -80,6 +82,7 @@ class ChosenBits(PackingState):
         forms: selected format of each tensor, or None before the end of the profile.
     """
 
+    named: ClassVar[bool] = True
     budget: float = 4.5
     groups: tuple[int, ...] = (64,)
     stochastic: bool = False
@@ -242,21 +245,6 @@ class ChosenBits(PackingState):
         self.values, forms = dict(state_dict["values"]), state_dict["forms"]
         self.changes = {name: {(b, g): c for b, g, c in of} for name, of in state_dict["changes"].items()}
         self.forms = None if forms is None else {name: (bits, group) for name, (bits, group) in forms.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class ChosenBitsPacker:
-    """Packer that stores tensors in the formats that a `ChosenBits` object selects.
-
-    All kinds of tensors share one packer, so that each tensor is packed only once.
-    """
-
-    chosen: ChosenBits
-    named: ClassVar[bool] = True
-
-    def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack the tensor `x` in the format that was selected for this tensor."""
-        return self.chosen.pack(x, context)
 
 
 class ProfiledForward(PackedForward):

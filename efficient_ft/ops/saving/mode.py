@@ -92,7 +92,7 @@ class Policy:
         return isinstance(self.norm, Dense)
 
 
-@dataclass
+@dataclass(eq=False)
 class PackingState:
     """Packing state that persists between steps.
 
