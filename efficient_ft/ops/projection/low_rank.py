@@ -126,6 +126,7 @@ def _x_hat(
         packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
     if kept is not None:
+        kept.shared.add_user()
         return Packed(kept.tensors, partial(_projected, kept.unpack, projection))
     how = x_BNC._version, x_BNC.dtype, x_BNC.shape, projection, packing
     held = _last.held
