@@ -82,13 +82,7 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
             f"padding=reflect requires {before} mirrored rows, but an axis of {size} positions provides only"
             f" {size - 1}. Use padding=ortho or padding=zero"
         )
-    matrix = np.eye(before + size + after, size, -before)
-    if reflect:
-        for k in range(before):
-            matrix[k, before - k] = 1
-        for k in range(after):
-            matrix[before + size + k, size - 2 - k] = 1
-    return matrix
+    return np.pad(np.eye(size), ((before, after), (0, 0)), "reflect" if reflect else "constant")
 
 
 @dataclass(frozen=True, eq=False)
