@@ -95,9 +95,10 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     return sparse_pack_reference(x, kept, exact)
 
 
-def as_pieces(x: Tensor) -> Tensor:
+def as_pieces(x: Tensor, multiple: int = 8) -> Tensor:
     """View x (S, ...) as rows of M equally spaced pieces with L elements each: (S, M, L).
 
+    L is a multiple of `multiple` unless M is 1. By default, no byte of a bitmap spans two pieces.
     For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied.
     """
     shape, strides = [1], [0]
@@ -111,8 +112,7 @@ def as_pieces(x: Tensor) -> Tensor:
             strides.append(stride)
     if len(shape) == 1:
         shape, strides = [1, *shape], [0, *strides]
-    # A byte of the bitmap must not span two pieces.
-    if len(shape) != 2 or strides[1] != 1 or shape[1] % 8 or not x.stride(0):
+    if len(shape) != 2 or strides[1] != 1 or shape[1] % multiple or not x.stride(0):
         return x.contiguous().view(x.shape[0], 1, -1)
     return x.as_strided((x.shape[0], *shape), (x.stride(0), *strides))
 
