@@ -97,10 +97,7 @@ def register(method: _Class) -> _Class:
 
 @functools.cache
 def own_classes() -> dict[str, type[Method]]:
-    """Return a mapping from class names to the method classes of this package.
-
-    The first call imports all modules of the subpackages.
-    """
+    """Import all methods of this package, and return a mapping from class names to the classes."""
     package = importlib.import_module(_PACKAGE)
     for folder in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if folder.ispkg:

@@ -17,10 +17,7 @@ from efficient_ft.models.view import ModelView
 
 
 class _Method(Protocol):
-    """Attributes of `Method` that this module uses.
-
-    `Method` itself cannot be imported, because `methods.base` imports this module.
-    """
+    """Attributes of `Method`, which cannot be imported here, because `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...

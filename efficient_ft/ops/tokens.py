@@ -52,10 +52,7 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
 
 
 class _ClassRow(torch.autograd.Function):
-    """Attention weights of the class token, (B, N).
-
-    k is packed in the same way as in attention, so that k is saved only once.
-    """
+    """Attention weights of the class token, (B, N). k is packed as in attention, so that k is saved only once."""
 
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:

@@ -108,10 +108,7 @@ class ChosenBits(PackingState):
 
     @property
     def default(self) -> Form:
-        """Format of tensors that were not measured.
-
-        The default is the largest format that meets the budget if all tensors use this format.
-        """
+        """Format of tensors that were not measured: the largest format within the budget if all tensors used it."""
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
@@ -143,10 +140,7 @@ class ChosenBits(PackingState):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part, at most once per step.
-
-        `g` is the gradient of the part's output.
-        """
+        """Measure the changes for the tensors of a part, at most once per step. `g` is the gradient of its output."""
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
@@ -310,10 +304,7 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters below `node` in the autograd graph.
-
-    Compiled code is excluded because its backward pass can run only once.
-    """
+    """Return the parameters below `node`, except in compiled code, whose backward pass can run only once."""
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()

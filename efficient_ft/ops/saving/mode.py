@@ -331,10 +331,7 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return a copy of `packed` that counts its users separately.
-
-        Consecutive operations that use the copy share one unpacked tensor.
-        """
+        """Return a copy of `packed` with a separate user count. Its consecutive users share one unpacked tensor."""
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
 

@@ -22,10 +22,7 @@ _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return how many of n values are stored.
-
-    All values except the k − 1 values with the smallest magnitudes are stored, where k = clip(⌊n·sparsity⌋, 1, n).
-    """
+    """Return how many of n values are stored: all but the k − 1 smallest, where k = clip(⌊n·sparsity⌋, 1, n)."""
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
@@ -35,19 +32,13 @@ def bitmap_bytes(n: int) -> int:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the magnitudes of x as integers of the same width.
-
-    The integers have the same order as the magnitudes, so that one kernel supports all dtypes of a width.
-    """
+    """Return the magnitudes of x as integers of the same width and order, so that one kernel supports all dtypes."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def uses_sampling(kept: int, n: int) -> bool:
-    """Return True if the threshold can be estimated from a subsample.
-
-    The row must be longer than the subsample, and at least one value must be dropped.
-    """
+    """Return True if a threshold can be sampled: n exceeds the subsample, and at least one value is dropped."""
     return n > SUBSAMPLE and kept < n
 
 
@@ -62,10 +53,7 @@ def subsample_stride(n: int) -> int:
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank in a subsample of m magnitudes that estimates the threshold of a row with n values.
-
-    Ranks start at 0 and are in ascending order of magnitude.
-    """
+    """Return the rank (ascending, from 0) in a subsample of m magnitudes that estimates the threshold of n values."""
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
     return min(max(math.ceil(dropped * m + caution), 0), m - 1)
