@@ -72,10 +72,7 @@ def baseline_methods(config: Config) -> list[Method] | None:
 
 
 def _check_files(chosen: Container[str]) -> None:
-    """Raise UserError if the keys of a YAML file of another package differ from the arguments of the constructor.
-
-    `chosen` contains the names of the methods and variants whose files are checked.
-    """
+    """Raise UserError if the keys in another package's file of a method in `chosen` differ from its arguments."""
     for package, name, file in method_files(configuration_folders()):
         if name not in chosen:
             continue
@@ -109,10 +106,7 @@ def _default_selection(selects: Mapping[str, Any]) -> str | None:
 
 
 def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", "keep")) -> str:
-    """Return the name of the selection method that the value `select` refers to.
-
-    The error message lists `others` as additional allowed values.
-    """
+    """Return the name of the selection method for the value `select`. The error message also lists `others`."""
     # A selection method with a required setting (for example, `blocks`) cannot be specified by its name alone.
     names = sorted(
         name

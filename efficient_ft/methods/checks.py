@@ -30,10 +30,7 @@ def check_integer(setting: str, value: Any, least: int = 1) -> None:
 
 
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Check that `value` is a finite number for which `is_allowed` returns True.
-
-    The error message states the constraint `allowed`.
-    """
+    """Check that `value` is a finite number for which `is_allowed` is True. The message states `allowed`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not is_number or not is_allowed(value):
         raise SettingError(setting, value, allowed)

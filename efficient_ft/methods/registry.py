@@ -31,8 +31,8 @@ _PACKAGE = "efficient_ft.methods"
 _Class = TypeVar("_Class", bound=type[Method])
 #: Methods of the class `Method` that are called with positional arguments only.
 _HOOKS = ("_apply", "_remove", "step_begin", "step_end", "total_loss", "step_stats", "state_dict", "load_state_dict")
-#: Mapping from method names to the registered classes and their distributions.
-_registered: dict[str, tuple[type[Method], str]] = {}
+#: Mapping from method names to the registered classes.
+_registered: dict[str, type[Method]] = {}
 #: Names of methods from other packages whose constructors have not been checked yet.
 _untried: set[str] = set()
 
@@ -46,23 +46,22 @@ class Registry(Mapping[str, type[Method]]):
         UserError: Raised at the first access if a method of another package cannot be used.
     """
 
-    def __init__(self) -> None:
-        self._loaded = False
+    _loaded = False
 
-    def _all(self) -> dict[str, tuple[type[Method], str]]:
+    def _all(self) -> dict[str, type[Method]]:
         if not self._loaded:
             own_classes()
             for entry in entry_points(group=GROUP):
                 _load(entry)
             self._loaded = True
         for name in sorted(_untried):  # Constructors are checked here, when all modules are complete.
-            method, distribution = _registered[name]
-            _refuse_broken(method, distribution, broken_settings(method) or _misspelt_conflict(method))
+            method = _registered[name]
+            _refuse_broken(method, method.distribution, broken_settings(method) or _misspelt_conflict(method))
             _untried.discard(name)
         return _registered
 
     def __getitem__(self, name: str) -> type[Method]:
-        return self._all()[name][0]
+        return self._all()[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(self._all()))
@@ -72,7 +71,7 @@ class Registry(Mapping[str, type[Method]]):
 
     def distribution(self, name: str) -> str:
         """Return the name of the distribution (pip package) that provides the method `name`."""
-        return self._all()[name][1]
+        return self._all()[name].distribution
 
 
 #: Mapping from the names of all methods to their classes.
@@ -98,16 +97,13 @@ def register(method: _Class) -> _Class:
 
 @functools.cache
 def own_classes() -> dict[str, type[Method]]:
-    """Return a mapping from class names to the method classes of this package.
-
-    The first call imports all modules of the subpackages.
-    """
+    """Import all methods of this package, and return a mapping from class names to the classes."""
     package = importlib.import_module(_PACKAGE)
     for folder in pkgutil.iter_modules(package.__path__, f"{_PACKAGE}."):
         if folder.ispkg:
             for module in pkgutil.iter_modules(importlib.import_module(folder.name).__path__, f"{folder.name}."):
                 importlib.import_module(module.name)
-    return {method.__name__: method for method, distribution in _registered.values() if distribution == OURS}
+    return {method.__name__: method for method in _registered.values() if method.distribution == OURS}
 
 
 def _load(entry: EntryPoint) -> None:
@@ -126,22 +122,18 @@ def _load(entry: EntryPoint) -> None:
             f"Package {distribution}: the entry point {entry.name} refers to a class with the name"
             f" {getattr(method, 'name', None)!r}. The two names must be the same."
         )
-    known = _registered.get(entry.name)
-    if known is not None and known[0] is method:  # `register` recorded the module name as the distribution
-        del _registered[entry.name]
-    _add(method, distribution)
+    _add(method, distribution)  # If the class is registered, its distribution replaces the name of its module.
 
 
 def _add(method: Any, distribution: str) -> None:
     _refuse_broken(method, distribution, broken_contract(method))
     known = _registered.get(method.name)
-    if known is not None and _where(known[0]) != _where(method):
+    if known is not None and _where(known) != _where(method):
         raise UserError(
             f"Package {distribution}: {_where(method)} has the name {method.name!r}, which is also the name of"
-            f" {_where(known[0])} ({known[1]}). Rename the class, or uninstall one of the packages."
+            f" {_where(known)} ({known.distribution}). Rename the class, or uninstall one of the packages."
         )
-    _registered[method.name] = (method, distribution)
-    method.distribution = distribution
+    _registered[method.name], method.distribution = method, distribution
     if distribution != OURS:
         _untried.add(method.name)
 

@@ -16,27 +16,17 @@ from efficient_ft.models.marks import Mark, marks_of
 from efficient_ft.models.view import ModelView
 
 
-class _Declared(Protocol):
-    """Declarations that methods and the marks of applied methods have in common."""
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-    @property
-    def adds(self) -> frozenset[str]: ...
-    @property
-    def conflicts(self) -> Mapping[str, str]: ...
-
-
-class _Method(_Declared, Protocol):
-    """Attributes of `Method` that this module uses.
-
-    `Method` itself cannot be imported, because `methods.base` imports this module.
-    """
+class _Method(Protocol):
+    """Attributes of `Method`, which cannot be imported here, because `methods.base` imports this module."""
 
     @property
     def name(self) -> str: ...
     @property
     def axes(self) -> tuple[Axis, ...]: ...
+    @property
+    def adds(self) -> frozenset[Adds]: ...
+    @property
+    def conflicts(self) -> Mapping[str, str]: ...
     @property
     def needs(self) -> frozenset[Needs]: ...
     @property
@@ -134,11 +124,11 @@ def check_removal(method: _Method, model: nn.Module) -> None:
             )
 
 
-def _shared_axis(a: _Declared, b: _Declared) -> Axis | None:
+def _shared_axis(a: _Method, b: _Method | Mark) -> Axis | None:
     return next((Axis(axis) for axis in a.axes if axis in b.axes), None)
 
 
-def _conflict(a: _Declared, a_name: str, b: _Declared, b_name: str) -> str | None:
+def _conflict(a: _Method, a_name: str, b: _Method | Mark, b_name: str) -> str | None:
     for this, other, name in ((a, b, b_name), (b, a, a_name)):
         for what, why in this.conflicts.items():
             if what in (*other.axes, *other.adds, name):

@@ -65,9 +65,7 @@ def count(number: int, word: str) -> str:
 
 
 def trained(model: nn.Module) -> str:
-    """Return the number of trainable parameters and the total number of parameters as text, such as ``1.34 M of 5.53 M
-    parameters``.
-    """
+    """Return the number of trained parameters and of all parameters, such as ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))
     share = f"{format_number(train)} of {format_number(total)}" if train < total else format_number(total)
     return f"{share} parameters"

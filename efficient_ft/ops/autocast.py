@@ -36,10 +36,7 @@ def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Return a function that re-enters the current autocast state of a device type.
-
-    The function can be called at any time and in any thread, and returns a context manager.
-    """
+    """Return a function that re-enters the current autocast state of a device type at any time and in any thread."""
     if not torch.is_autocast_enabled(device):
         return nullcontext
     dtype, cache = torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()

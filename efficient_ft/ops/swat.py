@@ -35,9 +35,11 @@ _SUPPORTED = (
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Thresholds(PackingState):
     """Magnitude thresholds that persist between steps.
+
+    As a packer, the object stores the values whose magnitude is at least a threshold, and a bitmap of their positions.
 
     Attributes:
         sparsity: Fraction of the values that is dropped.
@@ -60,11 +62,9 @@ class Thresholds(PackingState):
             return 0.0
         last = self.computed.get(name)
         due = last is None or self.step % self.refresh == 0 or last // self.refresh != self.step // self.refresh
-        if due and not bool(x.isfinite().all()):  # keep the stored threshold if x is not finite
-            return self.by_name[name] if name in self.by_name else self._compute(x)
-        if due:
+        if due and bool(x.isfinite().all()):  # keep the stored threshold if x is not finite
             self.by_name[name], self.computed[name] = self._compute(x), self.step
-        return self.by_name[name]
+        return self.in_evaluation(name, x)
 
     def in_evaluation(self, name: str, x: Tensor) -> float:
         """Return the last threshold used in training, or compute a threshold from x if none exists."""
@@ -83,6 +83,16 @@ class Thresholds(PackingState):
         """Return how many of n values are dropped."""
         return math.floor(n * self.sparsity)
 
+    def pack(self, x: Tensor, context: PackContext) -> Packed:
+        """Pack all samples of x with one threshold."""
+        n = x.numel()
+        if isinstance(x, FakeTensor):  # this size is exact in steps that refresh the threshold
+            values, bits = x.new_empty(n - self.dropped(n)), x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
+        else:
+            mask = (x.abs() >= self.in_training(context.name, x)) & (x != 0)
+            values, bits = x[mask], pack_bits(mask)
+        return Packed((values, bits), partial(_spread, x.shape))
+
     def state_dict(self) -> dict[str, Any]:
         """Return the step and the thresholds."""
         return {"step": self.step, "of": dict(self.by_name), "computed": dict(self.computed)}
@@ -96,27 +106,6 @@ class Thresholds(PackingState):
 def largest(threshold: float, x: Tensor) -> Tensor:
     """Return x with zeros where the magnitude is below `threshold`."""
     return torch.where(x.abs() >= threshold, x, 0)
-
-
-@dataclass(frozen=True, eq=False)
-class LargestOfBatch:
-    """Packer that stores the values whose magnitude is at least a threshold, and a bitmap of their positions.
-
-    All images of a batch share the threshold.
-    """
-
-    thresholds: Thresholds
-
-    def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack all samples of x with one threshold."""
-        n = x.numel()
-        if isinstance(x, FakeTensor):  # this size is exact in steps that refresh the threshold
-            values = x.new_empty(n - self.thresholds.dropped(n))
-            bits = x.new_empty(bitmap_bytes(n), dtype=torch.uint8)
-        else:
-            mask = (x.abs() >= self.thresholds.in_training(context.name, x)) & (x != 0)
-            values, bits = x[mask], pack_bits(mask)
-        return Packed((values, bits), partial(_spread, x.shape))
 
 
 def _spread(shape: torch.Size, values: Tensor, bits: Tensor) -> Tensor:
@@ -145,7 +134,7 @@ class SparseProducts(PackedOperations):
         modules: Mapping[nn.Module, str] | None = None,
     ) -> None:
         dense = Dense()
-        policy = Policy(LargestOfBatch(thresholds), dense, dense, dense)
+        policy = Policy(thresholds, dense, dense, dense)
         super().__init__(policy, thresholds, region, samples, modules=modules)
         self.thresholds, self.weights, self.training, self.records = thresholds, weights, training, training
 

@@ -52,10 +52,7 @@ def class_attention(q_BHND: Tensor, k_BHND: Tensor, prefix: int, scale: float | 
 
 
 class _ClassRow(torch.autograd.Function):
-    """Attention weights of the class token, (B, N).
-
-    k is packed in the same way as in attention, so that k is saved only once.
-    """
+    """Attention weights of the class token, (B, N). k is packed as in attention, so that k is saved only once."""
 
     @staticmethod
     def forward(ctx: Any, q_BHND: Tensor, k_BHND: Tensor, scale: float) -> Tensor:
@@ -298,10 +295,7 @@ class Tokens:
         return cls(index.expand(len(x_BNC), -1))
 
     def columns_BN(self, prefix: int) -> Tensor:
-        """Return, for each token, the index of its column in a matrix over all tokens.
-
-        The columns are ordered as follows: prefix tokens, grid positions, fused tokens.
-        """
+        """Return the column of each token in a matrix over prefix tokens, then grid positions, then fused tokens."""
         assert self.grid_index_BL is not None
         before = torch.arange(prefix, device=self.grid_index_BL.device).expand(len(self.grid_index_BL), -1)
         return torch.cat([before, self.grid_index_BL + prefix], 1)
@@ -314,10 +308,7 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record of the tokens at `index_BK`, which `drop` has kept.
-
-        If `fuse` is True, the record includes the fused token that `drop` appended.
-        """
+        """Return the record of the tokens at `index_BK` and, if `fuse` is True, of the token that `drop` appended."""
         if self.grid_index_BL is None:
             return replace(self, cache={})
         index = self.grid_index_BL.gather(1, index_BK)

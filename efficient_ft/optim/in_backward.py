@@ -115,9 +115,7 @@ class SteppedInBackward(Optimizer):
         self._updated.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, which is identical to its state after training without steps inside
-        the backward pass.
-        """
+        """Return the state of the inner optimizer, which equals its state without steps inside the backward pass."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

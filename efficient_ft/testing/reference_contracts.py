@@ -98,31 +98,30 @@ def check_case(row: Row, model: nn.Module, method: Method, name: str, case: Case
             parameter.requires_grad_(False)
     rounds = row.rtol > _ROUNDS
     found: list[Gradients] = []
-    expected: Gradients | None = None
-    in_lower: Gradients | None = None
+    expected, in_lower = _parameters(model, torch.float64), _parameters(model, case.dtype)
     for again in range(_SEEDS if rounds and row.random else 1):
         model.zero_grad()
         for seed in case.seeds:
-            reference = None if again else _expected(row, model, method, name, case, seed, in_double=True)
-            if reference is not None:
-                expected = _added(expected, reference.gradients)
-                if case.precision != "fp64":
-                    lower = _expected(row, model, method, name, case, seed, in_double=False)
-                    in_lower = _added(in_lower, lower.gradients)
+            reference = None if again else _expected(row, model, method, name, case, seed, expected)
+            if reference is not None and case.precision != "fp64":
+                _expected(row, model, method, name, case, seed, in_lower)
             torch.manual_seed(seed + 100 * again)
             logits = _run(model, method, name, case, seed)
             if reference is not None and case.precision == "fp64":
                 _check_logits(logits, reference, model, case)
         found.append({n: None if p.grad is None else p.grad.double() for n, p in model.named_parameters()})
-    assert expected is not None
-    _check_gradients(row, model, _mean(found), expected, in_lower, case)
+    of_lower = None if case.precision == "fp64" else {n: p.grad for n, p in in_lower.items()}
+    _check_gradients(row, model, _mean(found), {n: p.grad for n, p in expected.items()}, of_lower, case)
 
 
 @dataclass(frozen=True)
 class _Expected:
     logits: Tensor
-    gradients: Gradients
     buffers: Mapping[str, Tensor]
+
+
+def _parameters(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {n: p.detach().to(dtype).clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
 
 
 def _run(model: nn.Module, method: Method, name: str, case: Case, seed: int) -> Tensor:
@@ -146,10 +145,10 @@ def _batch(name: str, case: Case, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _expected(
-    row: Row, model: nn.Module, method: Method, name: str, case: Case, seed: int, in_double: bool
+    row: Row, model: nn.Module, method: Method, name: str, case: Case, seed: int, parameters: dict[str, Tensor]
 ) -> _Expected:
-    """Compute the reference in float64 if `in_double` is True, and in the precision of `case` otherwise."""
-    dtype = torch.float64 if in_double else case.dtype
+    """Compute the reference in the dtype of `parameters`, and accumulate its gradients in `parameters`."""
+    dtype = next(iter(parameters.values())).dtype
     plain = model_of(name)
     if case.channels_last:
         plain.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -159,11 +158,11 @@ def _expected(
             if n in buffers and buffers[n].shape == buffer.shape:
                 buffers[n].copy_(buffer)
     plain.to(dtype).train(case.training)
-    parameters = {n: p.detach().to(dtype).clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
     images, labels = _batch(name, case, seed)
     images = images.to(dtype)
     torch.manual_seed(seed)
-    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=case.precision == "bf16" and not in_double):
+    in_bf16 = case.precision == "bf16" and dtype != torch.float64
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
         assert row.on_reference is not None, "the row has no on_reference"
         if row.on_reference == "exact":
             result = functional_call(plain, parameters, (images,))
@@ -173,7 +172,7 @@ def _expected(
         loss = F.cross_entropy(logits, labels)
     loss = loss if own_loss is None else loss + own_loss
     loss.backward()
-    return _Expected(logits.detach(), {n: p.grad for n, p in parameters.items()}, dict(plain.named_buffers()))
+    return _Expected(logits.detach(), dict(plain.named_buffers()))
 
 
 def _check_logits(logits: Tensor, reference: _Expected, model: nn.Module, case: Case) -> None:
@@ -218,13 +217,6 @@ def _check_gradients(
         f" reference is {scale:.3g} × the reference"
         for name, error, allowed, scale in worst[:3]
     )
-
-
-def _added(total: Gradients | None, more: Gradients) -> Gradients:
-    if total is None:
-        return more
-    pairs = {n: (total[n], g) for n, g in more.items()}
-    return {n: b if a is None else a if b is None else a + b for n, (a, b) in pairs.items()}
 
 
 def _mean(found: list[Gradients]) -> Gradients:

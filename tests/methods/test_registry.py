@@ -47,7 +47,7 @@ def distribution(folder: Path, source: str, entry: str = "nothing = foreign:Noth
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> registry.Registry:
     """Create a registry that has read no entry points yet and finds the distributions in `tmp_path`."""
-    known = {name: (METHODS[name], METHODS.distribution(name)) for name in METHODS}
+    known = dict(METHODS)
     monkeypatch.setattr(registry, "_registered", known)
     monkeypatch.setattr(registry, "_untried", set())
     monkeypatch.syspath_prepend(str(tmp_path))

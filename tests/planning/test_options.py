@@ -171,7 +171,7 @@ class _Declared(BackRazor):
 
 def test_a_method_of_another_package_takes_part_as_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_Declared, "distribution", "another")
-    monkeypatch.setitem(registry._registered, "declared_razor", (_Declared, "another"))
+    monkeypatch.setitem(registry._registered, "declared_razor", _Declared)
     found = {one.name: one for one in candidates(configure([*SETTINGS, "method=full"]), 6)}
     assert found["full+declared_razor:sparsity=0.5"].exactness is Exactness.APPROXIMATE
     assert found["full+declared_razor:sparsity=0.25"].exactness is Exactness.UNKNOWN

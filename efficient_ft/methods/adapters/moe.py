@@ -33,10 +33,7 @@ _STANDARD = (Mlp, GluMlp, SwiGLU)
 
 
 class _BalanceLosses(dict[str, Tensor]):
-    """Mapping from layer names to the balance losses of the last forward pass in training.
-
-    Copies and pickles of the mapping are empty.
-    """
+    """Balance losses of the last forward pass in training, by layer name. Copies and pickles are empty."""
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -68,10 +65,7 @@ class _ExpertsForward(OwnForward):
             return self._mixed(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
     def _mixed(self, x_TC: Tensor) -> Tensor:
-        """Return the weighted sum of the outputs of each token's experts, with shape (T, C).
-
-        The sum is computed in at least float32.
-        """
+        """Return the sum of the outputs of each token's experts, (T, C), weighted in at least float32."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
         probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
@@ -143,10 +137,7 @@ class ExpertsMethod(Method):
             self.adds = self.adds - {Adds.LOSS}
 
     def _networks_of(self, view: ModelView, blocks: Sequence[int]) -> tuple[str, ...]:
-        """Return the full names of the feed-forward networks in `blocks`.
-
-        Raise UserError if one of these networks is not supported.
-        """
+        """Return the names of the feed-forward networks in `blocks`. Raise UserError if one is not supported."""
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
         fit = len(unfit) < len(networks)

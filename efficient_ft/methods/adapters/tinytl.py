@@ -143,10 +143,7 @@ class TinyTL(Method):
         return Applied(self.name, added, skipped, notes, modules=added, summary=summary)
 
     def _chosen(self, view: ModelView) -> tuple[dict[str, int], dict[str, Skipped]]:
-        """Return the blocks that receive a module, and the skipped blocks.
-
-        Each block that receives a module is mapped to the downsampling factor of its input.
-        """
+        """Return the downsampling factor of the input of each block that receives a module, and the skipped blocks."""
         chosen: dict[str, int] = {}
         skipped: dict[str, Skipped] = {}
         smaller = 1
@@ -178,10 +175,7 @@ class TinyTL(Method):
         return chosen, skipped
 
     def _to_group(self, view: ModelView) -> list[str]:
-        """Return the names of all BatchNorm layers.
-
-        Raise UserError if one of these layers was trained or cannot be replaced with GroupNorm.
-        """
+        """Return the names of all BatchNorm layers. Raise UserError if one was trained or cannot be replaced."""
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
@@ -225,10 +219,7 @@ def _was_trained(norm: _BatchNorm) -> bool:
 
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
-    """Standardize the frozen filters of a convolution in place.
-
-    Return the original means and standard deviations of the filters, each with shape (C_out, 1, 1, 1).
-    """
+    """Standardize the frozen filters in place, and return their means and standard deviations, (C_out, 1, 1, 1)."""
     weight = module.weight
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()

@@ -108,10 +108,7 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
 
 
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
-    """Return the projection for the remaining tokens.
-
-    The projection is cached and shared by all layers with the same tokens.
-    """
+    """Return the projection for the remaining tokens, which all layers with the same tokens share."""
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     key = whole, dtype

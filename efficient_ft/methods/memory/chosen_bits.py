@@ -64,9 +64,11 @@ def packed_bits(n: int, form: Form) -> int:
     return -(-n // length) * (bits * length + 32)
 
 
-@dataclass
+@dataclass(eq=False)
 class ChosenBits(PackingState):
-    """State of the profile, and the selected storage formats.
+    """Packer that stores each tensor in a selected format, and the state of the profile that selects the formats.
+
+    All kinds of tensors share one packer, so that each tensor is packed only once.
 
     Attributes:
         budget: mean number of bits per packed value, including the minimum and the step of each group.
@@ -80,6 +82,7 @@ class ChosenBits(PackingState):
         forms: selected format of each tensor, or None before the end of the profile.
     """
 
+    named: ClassVar[bool] = True
     budget: float = 4.5
     groups: tuple[int, ...] = (64,)
     stochastic: bool = False
@@ -105,10 +108,7 @@ class ChosenBits(PackingState):
 
     @property
     def default(self) -> Form:
-        """Format of tensors that were not measured.
-
-        The default is the largest format that meets the budget if all tensors use this format.
-        """
+        """Format of tensors that were not measured: the largest format within the budget if all tensors used it."""
         return max((f for f in self.all_forms if bits_per_value(f) <= self.budget), key=bits_per_value)
 
     def pack(self, x: Tensor, context: PackContext) -> Packed:
@@ -140,10 +140,7 @@ class ChosenBits(PackingState):
             self._frozen[name] = module
 
     def measure(self, part: str, output: GradientEdge, g: Tensor) -> None:
-        """Measure the changes for the tensors of a part, at most once per step.
-
-        `g` is the gradient of the part's output.
-        """
+        """Measure the changes for the tensors of a part, at most once per step. `g` is the gradient of its output."""
         names = [name for name in self.values if _part(name) == part and name not in self._step]
         if self.forms is not None or self._trial is not None or isinstance(g, FakeTensor) or not names:
             return
@@ -244,21 +241,6 @@ class ChosenBits(PackingState):
         self.forms = None if forms is None else {name: (bits, group) for name, (bits, group) in forms.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class ChosenBitsPacker:
-    """Packer that stores tensors in the formats that a `ChosenBits` object selects.
-
-    All kinds of tensors share one packer, so that each tensor is packed only once.
-    """
-
-    chosen: ChosenBits
-    named: ClassVar[bool] = True
-
-    def pack(self, x: Tensor, context: PackContext) -> Packed:
-        """Pack the tensor `x` in the format that was selected for this tensor."""
-        return self.chosen.pack(x, context)
-
-
 class ProfiledForward(PackedForward):
     """Forward pass that packs tensors. During the profile, the change of the gradient is measured for each tensor."""
 
@@ -322,10 +304,7 @@ def choose_forms(
 
 
 def _parameters_below(node: Any) -> list[Tensor]:
-    """Return the parameters below `node` in the autograd graph.
-
-    Compiled code is excluded because its backward pass can run only once.
-    """
+    """Return the parameters below `node`, except in compiled code, whose backward pass can run only once."""
     seen, nodes, found = {node}, [node], []
     while nodes:
         node = nodes.pop()

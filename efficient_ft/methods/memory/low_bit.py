@@ -14,7 +14,7 @@ from typing import Literal
 from efficient_ft.core.errors import SettingError
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_choice, check_integer, check_number
-from efficient_ft.methods.memory.chosen_bits import ChosenBits, ChosenBitsPacker, ProfiledForward, bits_per_value
+from efficient_ft.methods.memory.chosen_bits import ChosenBits, ProfiledForward, bits_per_value
 from efficient_ft.methods.memory.packing import ActivationPacking, uniform_policy
 from efficient_ft.methods.registry import register
 from efficient_ft.ops.saving import PackingState, Policy
@@ -121,7 +121,7 @@ class LowBit(ActivationPacking):
     def policy(self) -> Policy:
         packer: Packer
         if isinstance(self._packing, ChosenBits):
-            packer = ChosenBitsPacker(self._packing)
+            packer = self._packing
         else:
             assert self.bits != "auto"
             packer = GroupBits(self.bits, self._groups[0], self.rounding == "stochastic")

@@ -57,10 +57,7 @@ class Part:
 
 
 class PackedForward(MemoryForward):
-    """Forward pass that packs the tensors that the module saves in training.
-
-    The state `packing` persists between steps.
-    """
+    """Forward pass that packs the tensors that the module saves in training. `packing` persists between steps."""
 
     def __init__(
         self,
@@ -118,10 +115,7 @@ def with_position_network(policy: Policy) -> Policy:
 
 
 class _PlainForward(MemoryForward):
-    """Forward pass without packing for a module inside a packed part.
-
-    The input of the module has no dimension for the images of the batch.
-    """
+    """Forward pass without packing, for a module whose input has no dimension for the images of the batch."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with packing_suspended():

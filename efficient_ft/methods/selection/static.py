@@ -217,10 +217,7 @@ class NormLast(Selection):
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:
-    """Return names of modules and parameters that cover exactly the parameters whose ids are in `chosen`.
-
-    The number of returned names is as small as possible.
-    """
+    """Return as few names of modules and parameters as possible that cover exactly the parameters with ids `chosen`."""
 
     def names(module: nn.Module, prefix: str) -> Iterator[str]:
         own = [f"{prefix}{n}" for n, p in module.named_parameters(recurse=False) if id(p) in chosen]

@@ -37,10 +37,7 @@ class DropsTokens(TokenMethod):
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
-        """Replace the forward passes of the blocks in `drop_at`, and return the names of these blocks.
-
-        If an error is raised, the model is unchanged.
-        """
+        """Make the blocks in `drop_at` drop tokens, and return their names. An error leaves the model unchanged."""
         self.refuse_unfit_model(view)
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
         self.refuse_other_blocks(view, chosen)

@@ -126,10 +126,7 @@ class PatchDropout(TokenMethod):
 
 
 def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
-    """Run a block on the N tokens of x (1, N, C), and on N − 1 of these tokens.
-
-    Raise ValueError if the block changes the number of tokens, for example by pooling.
-    """
+    """Run a block on N and on N − 1 tokens. Raise ValueError if the block changes the number of tokens."""
     with token_reduction_suspended():
         for given in (x, x[:, 1:]):
             left = block(given).shape[1]

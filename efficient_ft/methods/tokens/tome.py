@@ -24,14 +24,7 @@ from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
-from efficient_ft.ops.tokens import (
-    Tokens,
-    is_token_reduction_suspended,
-    match,
-    merge,
-    token_context,
-    unmerge,
-)
+from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, token_context, unmerge
 
 #: Functions that compute the scores q kᵀ in unfused attention.
 _PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)

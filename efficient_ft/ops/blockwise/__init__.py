@@ -81,10 +81,7 @@ class Moments(NamedTuple):
 
 
 def is_blockwise(size: int) -> bool:
-    """Return True if the moments of a parameter with `size` values are quantized.
-
-    Moments are quantized if `size` is at least `MIN_SIZE` and a multiple of `BLOCK`.
-    """
+    """Return True if the moments are quantized: `size` must be at least `MIN_SIZE` and a multiple of `BLOCK`."""
     return size >= MIN_SIZE and size % BLOCK == 0
 
 

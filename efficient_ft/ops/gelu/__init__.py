@@ -103,10 +103,7 @@ def _supports(x: Tensor) -> bool:
 
 
 def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
-    """Return GELU(x · scale + shift) in the memory format of x.
-
-    If `scale` and `shift` (C,) are given, x must have the channels-last format.
-    """
+    """Return GELU(x · scale + shift) in the memory format of x, which must be channels-last if `scale` is given."""
     y = torch.empty_like(x)
     if scale is None or shift is None:
         _run(_kernels().forward(False), x, _AT_A_TIME, [x, y])

@@ -126,6 +126,7 @@ def _x_hat(
         packing.begin("low_rank")
     kept = None if packing is None else packing.find_source(x_BNC)
     if kept is not None:
+        kept.shared.add_user()
         return Packed(kept.tensors, partial(_projected, kept.unpack, projection))
     how = x_BNC._version, x_BNC.dtype, x_BNC.shape, projection, packing
     held = _last.held
@@ -146,10 +147,7 @@ def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetPro
 
 
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in).
-
-    Gradients that are not required are None.
-    """
+    """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in). Gradients are None if not required."""
     _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)

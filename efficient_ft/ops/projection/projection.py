@@ -137,10 +137,7 @@ class Projection:
         return Constants(tuple(matrices), gather, scatter, None if self.ones is None else tensor(self.ones))
 
     def matrices(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return dense analysis and synthesis matrices (R, N) over all tokens.
-
-        If the two matrices are equal, the same tensor is returned twice.
-        """
+        """Return the analysis and synthesis matrices (R, N) over all tokens, which are one tensor if they are equal."""
         key = (device, dtype, "dense")
         if key not in self._cache:
             tiles = [

@@ -27,10 +27,7 @@ BLOCK = 8  # order of the WHT in the paper, which divides maps into blocks of 8�
 
 
 def walsh(n: int = BLOCK) -> np.ndarray:
-    """Return the Walsh–Hadamard matrix (n × n) of ±1 in sequency order. Row k changes sign k times.
-
-    n must be a power of two.
-    """
+    """Return the Walsh–Hadamard matrix (n × n) of ±1 whose row k changes sign k times. n must be a power of two."""
     h = np.ones((1, 1))
     while h.shape[0] < n:
         h = np.block([[h, h], [h, -h]])
@@ -39,18 +36,12 @@ def walsh(n: int = BLOCK) -> np.ndarray:
 
 
 def low_pass_l1(order: int) -> Pairs:
-    """Return the sequencies (i, j) that LP_L1-r selects, lowest first.
-
-    LP_L1-r selects the sequencies with i + j ≤ r − 1 (Equation 8). `order` is r, from 1 to 15.
-    """
+    """Return the sequencies (i, j) with i + j ≤ r − 1 (LP_L1-r, Equation 8), lowest first. `order` is r, 1 to 15."""
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if sum(p) <= order - 1)
 
 
 def low_pass_linf(order: int) -> Pairs:
-    """Return the sequencies (i, j) that LP_L∞-r selects, lowest first.
-
-    LP_L∞-r selects the sequencies with max(i, j) ≤ r − 1 (Equation 9). `order` is r, from 1 to 8.
-    """
+    """Return the sequencies (i, j) with max(i, j) ≤ r − 1 (LP_L∞-r, Equation 9), lowest first. `order` is r, 1 to 8."""
     return lowest_first(p for p in np.ndindex(BLOCK, BLOCK) if max(p) <= order - 1)
 
 
@@ -82,13 +73,7 @@ def padded_axis(size: int, reflect: bool) -> np.ndarray:
             f"padding=reflect requires {before} mirrored rows, but an axis of {size} positions provides only"
             f" {size - 1}. Use padding=ortho or padding=zero"
         )
-    matrix = np.eye(before + size + after, size, -before)
-    if reflect:
-        for k in range(before):
-            matrix[k, before - k] = 1
-        for k in range(after):
-            matrix[before + size + k, size - 2 - k] = 1
-    return matrix
+    return np.pad(np.eye(size), ((before, after), (0, 0)), "reflect" if reflect else "constant")
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,10 +216,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest-frequency orthonormal DCT-II rows of a map, (count × L).
-
-    The rows are sorted by (i/H)² + (j/W)², and then by (i, j).
-    """
+    """Return the `count` lowest-frequency DCT-II rows of a map, (count × L), by (i/H)² + (j/W)² and then (i, j)."""
     height, width = grid
     cy, cx = _dct(height), _dct(width)
     order = sorted(

@@ -259,9 +259,7 @@ def _packed_or_plain(mode: PackedOperations, function: Any, *args: Any) -> Tenso
 
 
 class _Normalize(torch.autograd.Function):
-    """Normalize x along `dim` (x / max(‖x‖, ε)), and save the output for the backward pass. The next product saves the
-    same tensor.
-    """
+    """Normalization x / max(‖x‖, ε) along `dim`, which saves its output. The next product saves the same tensor."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, eps: float) -> Tensor:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -92,7 +92,7 @@ class Policy:
         return isinstance(self.norm, Dense)
 
 
-@dataclass
+@dataclass(eq=False)
 class PackingState:
     """Packing state that persists between steps.
 
@@ -314,21 +314,13 @@ class PackedOperations(TorchFunctionMode):
         return weight, weight
 
     def find_source(self, x: Tensor) -> Packed | None:
-        """Return the packed tensor from which x can be computed, or None if no such tensor exists."""
-        order, _, identity = memory_order(x)
-        packed = self._find((*identity, "derived"), x.untyped_storage())
-        if packed is None:
-            return None
-        packed.shared.add_user()
-        return in_order(packed, order, x.dtype)
+        """Return the packed tensor from which x can be computed, or None if no such tensor exists.
 
-    def derive(self, y: Tensor, x: Tensor, function: Callable[[Tensor], Tensor]) -> None:
-        """If x can be computed from a packed tensor, register this tensor as the source of y = function(x)."""
+        An operation that saves the packed tensor must register itself with ``shared.add_user()``.
+        """
         order, _, identity = memory_order(x)
         packed = self._find((*identity, "derived"), x.untyped_storage())
-        if packed is not None:
-            source = in_order(packed, order, x.dtype)
-            self.set_source(y, Packed(source.tensors, partial(apply_to, function, source.unpack), source.shared))
+        return None if packed is None else in_order(packed, order, x.dtype)
 
     def set_source(self, y: Tensor, packed: Packed) -> None:
         """Register `packed`, which unpacks to y, as the source of y. Operations that save y then reuse `packed`."""
@@ -339,10 +331,7 @@ class PackedOperations(TorchFunctionMode):
         self._kept[*identity, "derived"] = (weakref.ref(y.untyped_storage()), from_kept)
 
     def share(self, packed: Packed) -> Packed:
-        """Return a copy of `packed` that counts its users separately.
-
-        Consecutive operations that use the copy share one unpacked tensor.
-        """
+        """Return a copy of `packed` with a separate user count. Its consecutive users share one unpacked tensor."""
         shared = SharedUnpack(packed.unpack, self.state.last)
         return Packed(packed.tensors, shared, shared)
 

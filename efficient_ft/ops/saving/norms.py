@@ -190,10 +190,7 @@ def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *te
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
-    """Convert the input of a normalization to single precision under autocast.
-
-    If `Policy.forward` is True, also pack and unpack the input.
-    """
+    """Convert the input of a normalization to single precision under autocast, and apply `as_kept`."""
     input = to_single_precision(input)
     return as_kept(mode, input, mode.policy.norm, not mode.policy.normalized, heads, cast=False)
 
@@ -214,10 +211,7 @@ def _layer_norm(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """BatchNorm with running statistics (an affine map of each channel).
-
-    The input is saved only if γ requires a gradient.
-    """
+    """BatchNorm with running statistics (an affine map of each channel), which saves its input only to train γ."""
 
     @staticmethod
     def forward(

@@ -168,18 +168,20 @@ class _Clamp(torch.autograd.Function):
         clamp = partial(torch.clamp, min=low, max=None if high == torch.inf else high)
         y = clamp(x)
         ctx.limits, ctx.shape = (low, high), x.shape
-        # x is recomputed only if packing is exact, because lossy packing could move a value across a limit.
-        source = mode.find_source(x) if mode.policy.exact and mode.policy.derived_all else None
-        ctx.from_result = source is not None
+        source = mode.find_source(x) if mode.policy.derived_all else None
         if source is not None:
-            kept = mode.share(Packed(source.tensors, partial(apply_to, clamp, source.unpack), source.shared))
-            mode.set_source(y, kept)
-            kept.shared.add_user()
-            save(ctx, kept)
+            source = Packed(source.tensors, partial(apply_to, clamp, source.unpack), source.shared)
+        # y is recomputed only if packing is exact, because lossy packing could move a value across a limit.
+        ctx.from_result = source is not None and mode.policy.exact
+        if source is not None and ctx.from_result:
+            source.shared.add_user()
+            source = mode.share(source)
+            source.shared.add_user()
+            save(ctx, source)
         else:
             save(ctx, pack_bits((x > low) if high == torch.inf else (x > low) & (x < high)))
-            if mode.policy.derived_all:
-                mode.derive(y, x, clamp)
+        if source is not None:
+            mode.set_source(y, source)
         return y
 
     @staticmethod

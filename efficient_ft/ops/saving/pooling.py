@@ -61,10 +61,7 @@ def _adaptive_avg_pool2d(mode: PackedOperations, input: Tensor, output_size: Any
 
 
 class _MaxPool2d(torch.autograd.Function):
-    """Maximum pooling that saves the position of the maximum in the window (one byte per output value).
-
-    In contrast, torch saves the input and an index of 8 bytes per output value.
-    """
+    """Maximum pooling that saves one byte per output (the position in the window) instead of input and index."""
 
     @staticmethod
     def forward(

@@ -18,9 +18,7 @@ aten = torch.ops.aten
 
 
 class _Linear(torch.autograd.Function):
-    """Linear layer with exact gradients of the input (g_x = g w) and the bias (g_b). The weight gradient g_w = gᵀ x
-    uses the unpacked x.
-    """
+    """Linear layer with exact gradients g_x = g w and g_b. The gradient g_w = gᵀ x uses the unpacked x."""
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -52,9 +50,7 @@ def _linear(mode: PackedOperations, input: Tensor, weight: Tensor, bias: Tensor 
 
 
 class _Conv2d(torch.autograd.Function):
-    """Convolution whose gradients are computed as in `_Linear`. If g_w is not required, only the shape of the input is
-    saved.
-    """
+    """Convolution with gradients as in `_Linear`. If g_w is not required, only the shape of the input is saved."""
 
     @staticmethod
     def forward(

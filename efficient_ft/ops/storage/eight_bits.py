@@ -40,10 +40,7 @@ def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Te
 
 
 def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
-    """Return `count` uniform random numbers in [0, 1), which are multiples of 2⁻²⁴.
-
-    Each number is a hash of its position and the seed (Wellons' lowbias32).
-    """
+    """Return `count` uniform multiples of 2⁻²⁴ in [0, 1): hashes of position and seed (Wellons' lowbias32)."""
     mask = 0xFFFFFFFF
     h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.ops.storage.eight_bits import uniform
 from efficient_ft.ops.storage.kernels import kernels_for
+from efficient_ft.ops.storage.sparse import as_pieces
 
 #: Supported numbers of bits per value.
 BITS = (8, 4, 3, 2)
@@ -54,28 +55,8 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
         ranges = x.new_empty(2, groups, dtype=torch.float16)
         return x.new_empty(groups, length * bits // 8, dtype=torch.uint8), ranges
     if kernels := kernels_for(x):
-        return kernels.group_pack(as_whole_groups(x, length), bits, length, seed)
+        return kernels.group_pack(as_pieces(x[None], length)[0], bits, length, seed)
     return group_pack_reference(x, bits, length, seed)
-
-
-def as_whole_groups(x: Tensor, length: int) -> Tensor:
-    """View x as M equally spaced pieces of L elements, (M, L). L is a multiple of the group length unless M is 1.
-
-    For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied to (1, n).
-    """
-    piece, at = 1, x.dim() - 1
-    while at >= 0 and (x.shape[at] == 1 or x.stride(at) == piece):
-        piece *= x.shape[at]
-        at -= 1
-    if at < 0:
-        return x.reshape(1, -1)
-    stride, pieces = x.stride(at), 1
-    while at >= 0 and (x.shape[at] == 1 or x.stride(at) == stride * pieces):
-        pieces *= x.shape[at]
-        at -= 1
-    if at >= 0 or piece % length or stride < piece:
-        return x.contiguous().view(1, -1)
-    return x.as_strided((pieces, piece), (stride, 1))
 
 
 def group_pack_reference(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:

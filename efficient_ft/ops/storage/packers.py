@@ -77,10 +77,7 @@ class Ranges:
         return low, high
 
     def end_step(self) -> None:
-        """Finish an optimizer step.
-
-        If a tensor in this step was not finite, restore all ranges to their values before the step.
-        """
+        """Finish an optimizer step. If a tensor in the step was not finite, restore the ranges from before the step."""
         if self._finite is not None and not self._finite:
             for name, (old, step) in self._before.items():
                 self.by_name.pop(name, None)
@@ -309,10 +306,7 @@ class Sparse:
 
 @dataclass(frozen=True)
 class EightBits:
-    """Packer that stores the tensor with 8 bits per value (Mesa).
-
-    If `PackContext.heads` is given, each head has a separate running range. Otherwise, the tensor has one range.
-    """
+    """Packer with 8 bits per value (Mesa), and with one running range per tensor, or per head (`PackContext.heads`)."""
 
     named: ClassVar[bool] = True
 

@@ -22,10 +22,7 @@ _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return how many of n values are stored.
-
-    All values except the k − 1 values with the smallest magnitudes are stored, where k = clip(⌊n·sparsity⌋, 1, n).
-    """
+    """Return how many of n values are stored: all but the k − 1 smallest, where k = clip(⌊n·sparsity⌋, 1, n)."""
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
@@ -35,19 +32,13 @@ def bitmap_bytes(n: int) -> int:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the magnitudes of x as integers of the same width.
-
-    The integers have the same order as the magnitudes, so that one kernel supports all dtypes of a width.
-    """
+    """Return the magnitudes of x as integers of the same width and order, so that one kernel supports all dtypes."""
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 
 
 def uses_sampling(kept: int, n: int) -> bool:
-    """Return True if the threshold can be estimated from a subsample.
-
-    The row must be longer than the subsample, and at least one value must be dropped.
-    """
+    """Return True if a threshold can be sampled: n exceeds the subsample, and at least one value is dropped."""
     return n > SUBSAMPLE and kept < n
 
 
@@ -62,10 +53,7 @@ def subsample_stride(n: int) -> int:
 
 
 def threshold_rank(kept: int, n: int, m: int) -> int:
-    """Return the rank in a subsample of m magnitudes that estimates the threshold of a row with n values.
-
-    Ranks start at 0 and are in ascending order of magnitude.
-    """
+    """Return the rank (ascending, from 0) in a subsample of m magnitudes that estimates the threshold of n values."""
     dropped = 1 - kept / n
     caution = _CAUTION * math.sqrt(m * dropped * (1 - dropped))
     return min(max(math.ceil(dropped * m + caution), 0), m - 1)
@@ -95,9 +83,10 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
     return sparse_pack_reference(x, kept, exact)
 
 
-def as_pieces(x: Tensor) -> Tensor:
+def as_pieces(x: Tensor, multiple: int = 8) -> Tensor:
     """View x (S, ...) as rows of M equally spaced pieces with L elements each: (S, M, L).
 
+    L is a multiple of `multiple` unless M is 1. By default, no byte of a bitmap spans two pieces.
     For example, such a view exists for q inside a fused qkv tensor. If no such view exists, x is copied.
     """
     shape, strides = [1], [0]
@@ -111,8 +100,7 @@ def as_pieces(x: Tensor) -> Tensor:
             strides.append(stride)
     if len(shape) == 1:
         shape, strides = [1, *shape], [0, *strides]
-    # A byte of the bitmap must not span two pieces.
-    if len(shape) != 2 or strides[1] != 1 or shape[1] % 8 or not x.stride(0):
+    if len(shape) != 2 or strides[1] != 1 or shape[1] % multiple or not x.stride(0):
         return x.contiguous().view(x.shape[0], 1, -1)
     return x.as_strided((x.shape[0], *shape), (x.stride(0), *strides))
 

@@ -205,11 +205,11 @@ def test_q_inside_a_fused_qkv_is_packed_without_a_copy():
     qkv = torch.randn(2, 5, 3, 4, 16)
     k = qkv.permute(2, 0, 3, 1, 4)[1]  # (B, H, N, D)
     memory = k.permute(0, 2, 1, 3)
-    view = groups.as_whole_groups(memory, 64)
+    view = groups.as_pieces(memory[None], 64)[0]
     assert view.data_ptr() == k.data_ptr()
     assert view.shape == (10, 64)
     assert torch.equal(view.flatten(), memory.flatten())
-    assert groups.as_whole_groups(memory, 48).data_ptr() != k.data_ptr()
+    assert groups.as_pieces(memory[None], 48)[0].data_ptr() != k.data_ptr()
 
 
 @pytest.mark.parametrize("bits", groups.BITS)
