@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -182,11 +180,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: Seque
 
 
 def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in (header, *rows):
-        writer.writerow("" if cell is None else text.csv_cell(cell) if isinstance(cell, str) else cell for cell in row)
-    return out.getvalue().rstrip("\n")
+    return text.csv_text((header, *rows)).rstrip("\n")
 
 
 def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
