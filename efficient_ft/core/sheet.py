@@ -67,10 +67,13 @@ def render(
         titles = {name: of[name].title or name for name in header}
     names = _chosen(titles, chosen) if chosen else list(titles)
     table = [[row[header.index(name)] for name in names] for row in rows]
-    if form in DATA:
-        return _WRITERS[form](names, table, None)
+    if form == "csv":
+        return text.csv_text((names, *table)).rstrip("\n")
+    if form == "json":
+        return _json(names, table)
     shown = [[_person(cell, of[name]) for name, cell in zip(names, row, strict=True)] for row in table]
-    return _WRITERS[form]([titles[name] for name in names], shown, [of[name].words for name in names])
+    write = {"markdown": _markdown, "latex": _latex}[form]
+    return write([titles[name] for name in names], shown, [of[name].words for name in names])
 
 
 class Lines:
@@ -179,11 +182,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: Seque
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
-    return text.csv_text((header, *rows)).rstrip("\n")
-
-
-def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
+def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     assert len(set(header)) == len(header), header
     objects: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
     lines = (text.json_plain(json.dumps(one, ensure_ascii=False)) for one in objects)
@@ -213,11 +212,3 @@ _LATEX = {
 
 def _escaped(cell: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in cell)
-
-
-_WRITERS: dict[str, Callable[[Sequence[str], Sequence[Sequence[Any]], Any], str]] = {
-    "markdown": _markdown,
-    "csv": _csv,
-    "json": _json,
-    "latex": _latex,
-}
