@@ -10,7 +10,7 @@ from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
 
-#: Marker for a best value that lies at the edge of the grid. In this case, a better value may exist outside the grid.
+#: Marker for a best value at the edge of the grid. In this case, a better value may exist outside the grid.
 AT_END = "*"
 
 
