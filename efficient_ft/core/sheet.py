@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,16 +61,19 @@ def render(
     """
     if form == "text":
         lines = Lines(header, rows, left, columns, chosen)
-        return "\n".join([*([lines.head(), *map(lines.row, rows)] if lines.fit else [lines.panels()]), *lines.foot()])
-    of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
-    order = header if form in DATA else _ordered(header, columns)
-    titles = {name: of[name].title or (name if form in DATA else text.plain_line(name)) for name in order}
+        return "\n".join([lines.panels(), *lines.foot()])
+    of, titles = _described(header, left, columns)
+    if form in DATA:
+        titles = {name: of[name].title or name for name in header}
     names = _chosen(titles, chosen) if chosen else list(titles)
     table = [[row[header.index(name)] for name in names] for row in rows]
-    if form in DATA:
-        return _WRITERS[form](names, table, None)
+    if form == "csv":
+        return text.csv_text((names, *table)).rstrip("\n")
+    if form == "json":
+        return _json(names, table)
     shown = [[_person(cell, of[name]) for name, cell in zip(names, row, strict=True)] for row in table]
-    return _WRITERS[form]([titles[name] for name in names], shown, [of[name].words for name in names])
+    write = {"markdown": _markdown, "latex": _latex}[form]
+    return write([titles[name] for name in names], shown, [of[name].words for name in names])
 
 
 class Lines:
@@ -81,9 +82,6 @@ class Lines:
     Args:
         rows: rows that determine the column widths. Pass all rows, or sample rows of the same width.
         header, left, columns, chosen: see `render`. An invalid value of `chosen` raises the same error.
-
-    Attributes:
-        fit: True if the columns fit the terminal. Otherwise, use `panels`.
     """
 
     def __init__(
@@ -94,20 +92,15 @@ class Lines:
         columns: Mapping[str, Column] | None = None,
         chosen: Sequence[str] = (),
     ) -> None:
-        self._header, self._rows = list(header), rows
-        self._of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
-        titles = {name: self._of[name].title or text.plain_line(name) for name in _ordered(header, columns)}
-        self._hidden: list[str] = []
-        if chosen:
-            self._names = _chosen(titles, chosen)
-        else:
-            empty = {name for i, name in enumerate(header) if rows and all(row[i] is None for row in rows)}
-            known = [name for name in titles if name not in empty or not self._of[name].rank]
-            self._names = self._fitting(known)
-            self._hidden = list(dict.fromkeys(titles[name] for name in known if name not in self._names))
+        self._header = list(header)
+        self._of, titles = _described(header, left, columns)
+        empty = {name for i, name in enumerate(header) if rows and all(row[i] is None for row in rows)}
+        known = [name for name in titles if name not in empty or not self._of[name].rank]
+        self._names = _chosen(titles, chosen) if chosen else self._fitting(known, titles, rows)
+        hidden = () if chosen else (titles[name] for name in known if name not in self._names)
+        self._hidden = list(dict.fromkeys(hidden))
+        self._table = [[titles[name] for name in self._names], *(self._cells(row, self._names) for row in rows)]
         self._left = [i for i, name in enumerate(self._names) if self._of[name].words]
-        self._table = [[titles[name] for name in self._names], *map(self._cells, rows)]
-        self.fit = self._width(self._names) <= text.terminal_width()
         self._layout = text.Layout(self._table, left=self._left)
 
     def head(self) -> str:
@@ -116,7 +109,7 @@ class Lines:
 
     def row(self, row: Sequence[Cell]) -> str:
         """Return a row as one or more lines. `row` must contain the cells of all columns, including omitted columns."""
-        return self._layout.row(self._cells(row))
+        return self._layout.row(self._cells(row, self._names))
 
     def foot(self) -> list[str]:
         """Return a list with a line that names the omitted columns, or an empty list if no column is omitted."""
@@ -126,31 +119,29 @@ class Lines:
         """Return the table as text. A table that is too wide is divided into several tables."""
         return text.table(self._table, left=self._left)
 
-    def _cells(self, row: Sequence[Cell]) -> list[str]:
-        return [_person(row[self._header.index(name)], self._of[name]) for name in self._names]
+    def _cells(self, row: Sequence[Cell], names: Sequence[str]) -> list[str]:
+        return [_person(row[self._header.index(name)], self._of[name]) for name in names]
 
-    def _width(self, names: Sequence[str]) -> int:
-        places = [self._header.index(name) for name in names]
-        lines = [[self._of[name].title or name for name in names]]
-        lines += [
-            [_person(row[i], self._of[name]) for i, name in zip(places, names, strict=True)] for row in self._rows
-        ]
-        least = text.least_widths(lines, left=[i for i, name in enumerate(names) if self._of[name].words])
-        return sum(least) + 2 * (len(least) - 1)
-
-    def _fitting(self, names: Sequence[str]) -> list[str]:
+    def _fitting(self, names: Sequence[str], titles: Mapping[str, str], rows: Sequence[Sequence[Cell]]) -> list[str]:
         """Return the columns that fit the terminal. Columns with the highest rank are omitted first, from the right."""
-        kept = list(names)
-        while self._width(kept) > text.terminal_width():
-            last = max(reversed(kept), key=lambda name: self._of[name].rank)
+        table = [[titles[name] for name in names], *(self._cells(row, names) for row in rows)]
+        left = [i for i, name in enumerate(names) if self._of[name].words]
+        least = dict(zip(names, text.least_widths(table, left=left), strict=True))
+        while sum(least.values()) + 2 * (len(least) - 1) > text.terminal_width():
+            last = max(reversed(least), key=lambda name: self._of[name].rank)
             if not self._of[last].rank:
                 break
-            kept.remove(last)
-        return kept
+            del least[last]
+        return list(least)
 
 
-def _ordered(header: Sequence[str], columns: Mapping[str, Column] | None) -> list[str]:
-    return sorted(header, key=[*(columns or {}), *header].index)
+def _described(
+    header: Sequence[str], left: int, columns: Mapping[str, Column] | None
+) -> tuple[dict[str, Column], dict[str, str]]:
+    """Return the display options of each column, and the titles in display order."""
+    of = {name: Column(words=i < left) for i, name in enumerate(header)} | dict(columns or {})
+    order = sorted(header, key=[*(columns or {}), *header].index)
+    return of, {name: of[name].title or text.plain_line(name) for name in order}
 
 
 def _not_shown(names: Sequence[str]) -> str:
@@ -191,15 +182,7 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]], words: Seque
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _csv(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    for row in (header, *rows):
-        writer.writerow("" if cell is None else text.csv_cell(cell) if isinstance(cell, str) else cell for cell in row)
-    return out.getvalue().rstrip("\n")
-
-
-def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]], words: object) -> str:
+def _json(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     assert len(set(header)) == len(header), header
     objects: list[dict[str, Any]] = [dict(zip(header, row, strict=True)) for row in rows]
     lines = (text.json_plain(json.dumps(one, ensure_ascii=False)) for one in objects)
@@ -229,11 +212,3 @@ _LATEX = {
 
 def _escaped(cell: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in cell)
-
-
-_WRITERS: dict[str, Callable[[Sequence[str], Sequence[Sequence[Any]], Any], str]] = {
-    "markdown": _markdown,
-    "csv": _csv,
-    "json": _json,
-    "latex": _latex,
-}

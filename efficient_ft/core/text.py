@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import os
 import re
 import sys
 import unicodedata
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Iterable, Sequence
+from typing import Any, TextIO
 
 #: Control characters, and characters that change the text direction.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -39,6 +41,15 @@ def csv_cell(text: str) -> str:
     """
     plain = plain_text(text)
     return f"'{plain}" if _FORMULA.match(plain) and not _NUMBER.fullmatch(plain) else plain
+
+
+def csv_text(rows: Iterable[Iterable[Any]]) -> str:
+    """Format rows as CSV. Text is formatted with `csv_cell`, and None becomes an empty cell."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    for row in rows:
+        writer.writerow(csv_cell(cell) if isinstance(cell, str) else cell for cell in row)
+    return out.getvalue()
 
 
 def json_plain(text: str) -> str:

@@ -161,8 +161,8 @@ def _run(name: str, path: Path, found: Results) -> Run:
     return Run(name, path, found, config, f"{settings} {images_digest(found['data'])}")
 
 
-#: Functions that return the value of a column for a run: accuracies in percent, costs per image, and totals.
-_NUMBERS: dict[str, Any] = {
+#: Functions that return the value of a column for the results of a run: accuracies in percent, costs per image, totals.
+NUMBERS: dict[str, Any] = {
     "test accuracy %": lambda r: _percent(r["accuracy"].get("test")),
     "best accuracy %": lambda r: _percent(r["accuracy"]["best"]),
     "last accuracy %": lambda r: _percent(r["accuracy"]["last"]),
@@ -199,14 +199,14 @@ def varying(runs: Sequence[Run]) -> list[str]:
 def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     """Return the header, and one row for each run with settings, accuracy, cost and totals."""
     settings = varying(collection.runs)
-    header = ["run", "method", "model", "data", "seed", *settings, "split", *_NUMBERS]
+    header = ["run", "method", "model", "data", "seed", *settings, "split", *NUMBERS]
     rows: list[list[Cell]] = []
     for run in collection.runs:
         flat = run.settings
         what: list[Cell] = [run.folder, run.method, run.config.model.name, run.data, run.config.seed]
         values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
         split = run.results["accuracy"]["split"]
-        rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in _NUMBERS.values())])
+        rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in NUMBERS.values())])
     return header, rows
 
 
@@ -216,7 +216,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     Each row contains the means over the runs and the standard deviation of the test accuracy.
     """
     settings = varying(collection.runs)
-    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *_NUMBERS]
+    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *NUMBERS]
     rows: list[list[Cell]] = []
     for group in groups(collection.runs):
         first = group[0]
@@ -226,7 +226,7 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
         tests = [run.results["accuracy"].get("test") for run in group]
         known = [100 * value for value in tests if value is not None]
         spread = _rounded(statistics.stdev(known)) if len(known) > 1 else None
-        means = [_mean(of(run.results) for run in group) for of in _NUMBERS.values()]
+        means = [_mean(of(run.results) for run in group) for of in NUMBERS.values()]
         rows.append([*what, *values, " ".join(str(run.config.seed) for run in group), spread, *means])
     return header, rows
 

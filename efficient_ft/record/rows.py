@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.parsing import parse_json
-from efficient_ft.core.text import csv_cell
+from efficient_ft.core.text import csv_text
 from efficient_ft.record.files import json_text, open_file, write_text_atomically
 
 
@@ -69,10 +67,5 @@ class MetricsFile(Rows):
         """Write all rows to metrics.csv, with one column per key."""
         rows = self.read()
         names = list(dict.fromkeys(name for row in rows for name in row))
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(map(csv_cell, names))
-        for row in rows:
-            values = (row.get(name, "") for name in names)
-            writer.writerow(csv_cell(value) if isinstance(value, str) else value for value in values)
-        write_text_atomically(self.path.with_suffix(".csv"), text.getvalue())
+        text = csv_text([names, *([row.get(name) for name in names] for row in rows)])
+        write_text_atomically(self.path.with_suffix(".csv"), text)

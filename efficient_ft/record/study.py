@@ -115,7 +115,7 @@ class Tune(_Strict):
     """
 
     setting: str
-    values: list[float] = Field(min_length=1)
+    values: Annotated[list[float], Field(min_length=1), pydantic.AfterValidator(lambda values: sorted(set(values)))]
     seed: StrictInt
     ignore: list[str] = []
 
@@ -128,11 +128,6 @@ class Tune(_Strict):
             raise ValueError("all values must be finite numbers")
         return values
 
-    @pydantic.field_validator("values")
-    @classmethod
-    def _ascending(cls, values: list[float]) -> list[float]:
-        return sorted(set(values))
-
 
 class Study(_Strict):
     """Contents of study.yaml."""
@@ -141,18 +136,15 @@ class Study(_Strict):
     about: str = ""
     settings: list[str]
     tune: Tune
-    seeds: list[StrictInt] = Field(min_length=1)
+    seeds: Annotated[
+        list[StrictInt], Field(min_length=1), pydantic.AfterValidator(lambda seeds: list(dict.fromkeys(seeds)))
+    ]
     rows: dict[str, list[str]] = Field(min_length=1)
 
     @property
     def sample(self) -> str:
         """Return the noun for a sample of the data set, which is ``image`` or ``text``."""
         return "text" if "task=text" in self.settings else "image"
-
-    @pydantic.field_validator("seeds")
-    @classmethod
-    def _once(cls, seeds: list[int]) -> list[int]:
-        return list(dict.fromkeys(seeds))
 
     @pydantic.model_validator(mode="after")
     def _no_clash(self) -> Study:

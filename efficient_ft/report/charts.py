@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from efficient_ft.core.files import write_bytes_atomically, write_text_atomically
-from efficient_ft.core.text import csv_cell
+from efficient_ft.core.text import csv_text
 from efficient_ft.report.figures import DPI, require_matplotlib
 
 #: Maximum number of series in a panel with a legend.
@@ -69,15 +68,12 @@ def write_chart(chart: Chart, path: Path) -> list[Path]:
 
 def chart_csv(chart: Chart) -> str:
     """Return the data of a chart as CSV with the columns panel, series, x and y, and with one row for each point."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(["panel", "series", "x", "y"])
+    rows = [("panel", "series", "x", "y")]
     for panel in chart.panels:
         for series in panel.series:
             for x, y in zip(series.x, series.y, strict=True):
-                names = (panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}")
-                writer.writerow([*map(csv_cell, names), f"{y:.6g}"])
-    return out.getvalue()
+                rows.append((panel.title, series.name, x if isinstance(x, str) else f"{x:.6g}", f"{y:.6g}"))
+    return csv_text(rows)
 
 
 def _draw(axes: Any, panel: Panel) -> None:

@@ -51,8 +51,8 @@ class ContactSheet:
     cells: Sequence[Cell]
     legend: Sequence[tuple[str, tuple[int, int, int]]] = ()
 
-    def image(self, columns: int = 6) -> Image.Image:
-        """Return the sheet as an RGB image with at most `columns` cells per row."""
+    def write_image(self, file: Path, columns: int = 6) -> None:
+        """Write the sheet as a PNG image with at most `columns` cells per row."""
         columns = max(min(columns, len(self.cells)), 1)
         font = _font()
         wide = columns * (_WIDTH + _GAP) + _GAP
@@ -73,10 +73,10 @@ class ContactSheet:
             left, line = _GAP + number % per_line * 150, top + number // per_line * _LINE
             draw.rectangle((left, line + 2, left + 10, line + 12), fill=color)
             draw.text((left + 15, line), plain_line(name)[:20], fill="black", font=font)
-        return whole
+        write_atomically(file, lambda path: whole.save(path, format="png"))
 
-    def html(self, lines: Sequence[str]) -> str:
-        """Return the sheet as a self-contained HTML page that shows the report `lines` above the samples."""
+    def write_html(self, file: Path, lines: Sequence[str]) -> None:
+        """Write the sheet as a self-contained HTML page that shows the report `lines` above the samples."""
         figures = []
         for cell in self.cells:
             if isinstance(cell.content, str):
@@ -91,20 +91,12 @@ class ContactSheet:
             f'<span class="swatch" style="background:rgb{color}"></span>{escape(name)}' for name, color in self.legend
         )
         report = escape("\n".join(lines))
-        return (
+        page = (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(self.title)}</title>'
             f"<style>{_STYLE}</style><h1>{escape(self.title)}</h1><pre>{report}</pre>"
             f'<div class="sheet">{"".join(figures)}</div><p>{legend}</p></html>\n'
         )
-
-    def write_image(self, file: Path) -> None:
-        """Write the sheet as a PNG image."""
-        whole = self.image()
-        write_atomically(file, lambda path: whole.save(path, format="png"))
-
-    def write_html(self, file: Path, lines: Sequence[str]) -> None:
-        """Write the sheet as an HTML page with the report `lines`."""
-        write_text_atomically(file, self.html(lines))
+        write_text_atomically(file, page)
 
 
 def contact_sheet(data: OpenedData[Any, Any], input: InputSpec, count: int) -> ContactSheet:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.record.collection import Collection, Run, groups, varying
+from efficient_ft.record.collection import NUMBERS, Collection, Run, groups, varying
 from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
@@ -90,20 +90,13 @@ def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
     return float(np.mean([of(run) for run in group]))
 
 
-def _backward(run: Run) -> float:
-    return run.results["cost"]["executed"]["backward_flops"] / 1e6
+def _number(column: str) -> Callable[[Run], float]:
+    """Return the function that returns the number of a run in the column `column` of `NUMBERS`."""
+    return lambda run: NUMBERS[column](run.results)
 
 
-def _saved(run: Run) -> float:
-    return run.results["cost"]["executed"]["saved_bytes"] / 2**20
-
-
-def _peak(run: Run) -> float:
-    return run.results["cost"]["measured"]["peak_bytes"] / 2**20
-
-
-def _seconds(run: Run) -> float:
-    return run.results["totals"]["seconds"]
+_backward, _saved = _number("backward MFLOPs/sample"), _number("saved MiB/sample")
+_peak, _seconds = _number("peak MiB"), _number("seconds")
 
 
 # ---------------------------------------------------------------------------------------------- LBP-WHT

@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_traine
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("efficient_ft.record.study.os.access", lambda *_: False)
-    monkeypatch.setattr("efficient_ft.cli.hydra.jobs.run_jobs", lambda *_: pytest.fail("it trained"))
+    monkeypatch.setattr("efficient_ft.cli.commands.study.run_jobs", lambda *_: pytest.fail("it trained"))
     with pytest.raises(UserError, match=r"is not writable\. Copy study\.yaml to another folder"):
         command.main([str(folder)])
 
@@ -348,10 +348,10 @@ def test_a_signal_ends_the_study_and_a_failed_job_does_not(folder: Path, monkeyp
 
         return run_jobs
 
-    monkeypatch.setattr("efficient_ft.cli.hydra.jobs.run_jobs", ending(143))
+    monkeypatch.setattr("efficient_ft.cli.commands.study.run_jobs", ending(143))
     with pytest.raises(SystemExit) as stopped:
         run_command("study", [str(folder)])
     assert stopped.value.code == 143
-    monkeypatch.setattr("efficient_ft.cli.hydra.jobs.run_jobs", ending(1))
+    monkeypatch.setattr("efficient_ft.cli.commands.study.run_jobs", ending(1))
     run_command("study", [str(folder)])
     assert calls == [143, 1]

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from efficient_ft.cli.exits import report_outcome
+from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.terminal import Help, add_columns_option, count, count_or_zero, seed
+from efficient_ft.config import Config, ModelConfig
 from efficient_ft.core.allocator import CHOICES, restart_with, use_allocator
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.files import write_text_atomically
@@ -23,7 +26,6 @@ from efficient_ft.record.files import json_text
 
 if TYPE_CHECKING:
     from efficient_ft.bench.recipes import Network, Recipe
-    from efficient_ft.config import Config
 
 # Heavy modules are imported after the arguments are parsed, so that ``--help`` responds immediately.
 
@@ -249,8 +251,6 @@ _TASKS = {
 
 def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     """Return the task settings for a model in conf/model, or an empty list if `overrides` set the task."""
-    from efficient_ft.config import ModelConfig
-
     # The configuration is not validated, because it may lack a name that the user must set.
     task = ModelConfig.model_construct(**yaml.safe_load(option.read_text(encoding="utf-8"))).family
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
@@ -311,8 +311,6 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
     Return the record, or a dict with the reason as ``failure`` if the process fails.
     """
-    from efficient_ft.cli.hydra import processes
-
     print(paragraph(f"# Measuring the memory of the recipe {name}", "#   "), flush=True)
     arguments = [text, "--alone"]
     shared = "model batch size classes threads device dtype optim steps warmup allocator"
@@ -332,8 +330,6 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
 def _measure_alone(options: argparse.Namespace) -> None:
     """Measure the memory of one recipe in this process, and pass its record to the parent process."""
-    from efficient_ft.cli.exits import report_outcome
-
     try:
         _set_up(options)
         from efficient_ft.bench.memory import measure_memory

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.terminal import Help
 from efficient_ft.core.allocator import restart_with, use_allocator
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.terminal import show, shown_path
 
 DESCRIPTION = """\
 Compute and store the features of a run's images at the end of the frozen part of the network.
@@ -29,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = configured(settings)
     restart_with(config.allocator)
     use_allocator(config.allocator)
-    from efficient_ft.core.format import format_bytes
-    from efficient_ft.core.terminal import show, shown_path
     from efficient_ft.training.features.fill import fill_features
     from efficient_ft.training.memory.watch import within_budget
     from efficient_ft.training.trainer import on_device

@@ -8,11 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.terminal import Help, integer
+from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.text import printable
+from efficient_ft.record.files import json_text, write_text_atomically
 
 if TYPE_CHECKING:
-    from efficient_ft.config import Config
     from efficient_ft.data.inspection import Summary
     from efficient_ft.training.kinds.base import RunData
 
@@ -49,8 +52,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if word.startswith("evaluate="):
             raise SettingError("evaluate", word[9:], "unset with check", "efficient-ft check does not evaluate runs.")
     words, note = with_task(options.settings)
-    from efficient_ft.cli.hydra.compose import configured
-
     config = configured(words)
     from efficient_ft.models import factory
     from efficient_ft.training.datamodule import summaries, summary_text
@@ -103,7 +104,6 @@ def with_task(words: Sequence[str]) -> tuple[list[str], str]:
 
 def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
     """Print the unusable samples. Return True if unusable samples would stop a training run."""
-    from efficient_ft.core.text import printable
     from efficient_ft.data.counts import counted
     from efficient_ft.training.output.console import say
 
@@ -135,7 +135,6 @@ def _print_problems(config: Config, found: dict[str, Summary]) -> bool:
 
 
 def _write(data: RunData, spec: Any, options: argparse.Namespace, text: str, found: dict[str, Summary]) -> None:
-    from efficient_ft.record.files import json_text, write_text_atomically
     from efficient_ft.report.contact_sheet import contact_sheet
     from efficient_ft.training.output.console import say
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, note, run_folders, status
 from efficient_ft.core.format import format_bytes, format_number, format_percent, format_seconds
 from efficient_ft.core.sheet import Column, render
 from efficient_ft.core.text import paragraph
-
-if TYPE_CHECKING:
-    from efficient_ft.record.collection import Run
+from efficient_ft.record.collection import Run, collect, group_rows, notes, run_rows
 
 DESCRIPTION = """\
 Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of each run.
@@ -40,8 +37,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_args(arguments)
-    from efficient_ft.record.collection import collect, group_rows, notes, run_rows
-
     if options.folder is None:
         print(run_folders("collect", "DIR"))
         return

@@ -6,11 +6,14 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.terminal import Help
 from efficient_ft.cli.terminal import note as say_note
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.sheet import render
 from efficient_ft.core.text import plain_line
+from efficient_ft.papers.published import figures
+from efficient_ft.record.collection import notes
 
 DESCRIPTION = """\
 Draw a figure of a paper as PNG, and write its data as CSV. The figure is drawn from finished runs, or from a model and
@@ -31,8 +34,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     folder = Path("figures")
     parser.add_argument("--out", type=Path, default=folder, metavar="FOLDER", help="output folder (default: figures)")
     options = parser.parse_intermixed_args(arguments)
-    from efficient_ft.papers.published import figures
-
     if options.figure is None:
         rows = []
         for one in figures():
@@ -41,14 +42,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("Usage: efficient-ft figure FIGURE FROM\n")
         print(render(["figure", "about", "from"], rows, "text", left=3))
         return
-    from efficient_ft.record.collection import notes
     from efficient_ft.report import model_figures, paper_figures
     from efficient_ft.report.charts import write_chart
     from efficient_ft.report.runs import collect_paths
 
     if options.figure in model_figures.FIGURES:
-        from efficient_ft.cli.hydra.compose import configured
-
         chart = model_figures.model_figure(options.figure, configured(options.of))
     elif options.figure in paper_figures.FIGURES:
         if not options.of:

@@ -10,6 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from efficient_ft.cli.exits import report_outcome
+from efficient_ft.cli.hydra import processes
+from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.hydra.rows import check_settings
 from efficient_ft.cli.terminal import Help, add_columns_option, status
 from efficient_ft.core.allocator import restart_with, use_allocator
@@ -69,8 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.trial is not None:
         # Try a recipe in this process, and pass the outcome to the parent process.
         _set_allocator(options.settings)
-        from efficient_ft.cli.exits import report_outcome
-        from efficient_ft.cli.hydra.compose import configured
         from efficient_ft.planning.timing import try_recipe
 
         num_classes, max_seconds = options.trial
@@ -170,7 +171,6 @@ def plan(
     memory_bytes = parse_bytes("memory", memory)
     seconds = None if time is None else parse_seconds("time", time)
     planning_seconds = parse_seconds("--planning-time", planning_time)
-    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.planning import Limits, make_plan
 
     return make_plan(
@@ -186,7 +186,6 @@ def plan(
 
 def _attempt(arguments: Sequence[str], num_classes: int, max_seconds: float) -> Trial:
     """Try a recipe in a separate process. See `efficient_ft.planning.planner.Attempt`."""
-    from efficient_ft.cli.hydra import processes
     from efficient_ft.planning import Trial
 
     words = ["plan", *arguments, "--trial", str(num_classes), str(max_seconds)]

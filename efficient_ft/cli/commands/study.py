@@ -6,17 +6,18 @@ import argparse
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
+from efficient_ft.cli.hydra.rows import check_settings, merged
+from efficient_ft.cli.hydra.variants import folder_of
 from efficient_ft.cli.terminal import Help, add_columns_option, words
+from efficient_ft.config import Config, data_configs, setting_names
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.format import format_bytes, format_number, format_seconds
 from efficient_ft.core.sheet import Column, render
 from efficient_ft.core.text import paragraph, plain_line
-
-if TYPE_CHECKING:
-    from efficient_ft.config import Config
-    from efficient_ft.record.study import Records, StudyRun
+from efficient_ft.record.study import Records, StudyRun, chosen_rows, shown
 
 DESCRIPTION = """\
 Run a study. FOLDER/study.yaml defines the rows (methods), the setting that is tuned for each row, and the seeds.
@@ -37,8 +38,6 @@ OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weig
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run or report a study. The exit status is 1 if a run has failed."""
-    from efficient_ft.cli.hydra.rows import check_settings
-
     parser = argparse.ArgumentParser(prog="efficient-ft study", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("folder", type=Path, nargs="?", metavar="FOLDER", help="folder that contains study.yaml")
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings for this machine")
@@ -60,9 +59,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"The setting {key} changes the runs of the study. Set {key} in {options.folder / 'study.yaml'}. The"
                 f" command line accepts only settings that are not recorded: {', '.join(OF_THIS_MACHINE)}."
             )
-    from efficient_ft.config import setting_names
-    from efficient_ft.record.study import Records, chosen_rows
-
     records = Records(options.folder)
     rows = chosen_rows(records.study, options.rows)
     for name in records.study.tune.ignore:
@@ -83,12 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:
     """Start the runs that have no record, and record their results. Return True if a run has failed."""
-    from efficient_ft.cli.hydra.compose import configured
-    from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
-    from efficient_ft.cli.hydra.rows import merged
-    from efficient_ft.cli.hydra.variants import folder_of
-    from efficient_ft.record.study import shown
-
     jobs: list[Job] = []
     run_of: dict[int, StudyRun] = {}
     for run in runs:
@@ -131,7 +121,6 @@ def _refuse_other_images(records: Records, configs: Mapping[StudyRun, Config]) -
     """
     if not any(record.get("images") for record in records.runs):
         return
-    from efficient_ft.config import data_configs
     from efficient_ft.data import read_data
 
     digests: dict[str, str] = {}

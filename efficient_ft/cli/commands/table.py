@@ -10,17 +10,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from efficient_ft.cli.commands.study import OF_THIS_MACHINE
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.cli.hydra.jobs import Job, command, finished, not_read, run_jobs, write_sweep_table
+from efficient_ft.cli.hydra.rows import check_settings, merged, of_tasks
+from efficient_ft.cli.hydra.variants import folder_of
 from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, words
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.sheet import DATA, Cell, Column, render
 from efficient_ft.core.terminal import show
 from efficient_ft.core.text import paragraph
-
-if TYPE_CHECKING:
-    from efficient_ft.cli.hydra.jobs import Job
-    from efficient_ft.papers.published import Row, Table
+from efficient_ft.papers.published import COSTS, PAPERS, Row, Table, chosen_rows, figures, published_table, table_names
+from efficient_ft.record.results import final_accuracy
 
 # Heavy modules are imported after the arguments are parsed, so that ``--help`` responds immediately.
 
@@ -73,9 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add_form_option(parser)
     add_columns_option(parser)
     options = parser.parse_intermixed_args(arguments)
-    from efficient_ft.cli.hydra.rows import check_settings
-    from efficient_ft.papers.published import chosen_rows, published_table
-
     settings = [word for word in (options.table, *options.settings) if word is not None and "=" in word]
     if options.table is None or "=" in options.table:
         roots = [word.partition("=")[2] for word in settings if word.startswith("data.root=")]
@@ -106,8 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for one in runs:
             print(shlex.join(["efficient-ft", *one.arguments]))
         return
-    from efficient_ft.cli.hydra.jobs import command, run_jobs, write_sweep_table
-
     jobs = _jobs(runs)
     try:
         if options.run:
@@ -125,8 +122,6 @@ def _seeds(given: str) -> list[int]:
 
 
 def _list(root: str, options: argparse.Namespace) -> None:
-    from efficient_ft.papers.published import figures, published_table, table_names
-
     header = ["table", "rows", "accuracies", "about", "here"]
     lines: list[list[Cell]] = []
     for name in table_names():
@@ -167,7 +162,6 @@ def state_of(table: Table, root: str = "./data") -> str:
 @cache
 def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
     """Return True if the weights of ``model=NAME`` are cached or can be downloaded."""
-    from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.models.factory import missing_weights
 
     return missing_weights(configured([model, "recipe=none", *(of_task or ())]).model) is None
@@ -186,22 +180,20 @@ def present(data: str, root: str = "./data") -> bool:
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
     """Return the published numbers as a table. Text and Markdown also contain notes and the deviations of our runs."""
-    from efficient_ft.papers.published import COSTS, PAPERS
-
-    figures = [key for key in COSTS if any(key in row.costs for row in rows)]
+    costs = [key for key in COSTS if any(key in row.costs for row in rows)]
     columns = list(dict.fromkeys(key for row in rows for key in row.cells))
     # If a table contains no numbers (for example, only formulas), its text columns are shown.
-    stated = [] if figures or columns else [key for key in rows[0].columns if key != "label"]
-    header = ["row", "label", *stated, *(COSTS[key] for key in figures), *columns]
+    stated = [] if costs or columns else [key for key in rows[0].columns if key != "label"]
+    header = ["row", "label", *stated, *(COSTS[key] for key in costs), *columns]
     lines: list[list[Cell]] = []
     for row in rows:
         printed = [row.cells[key].printed if key in row.cells else None for key in columns]
         own = [row.columns[key] for key in stated]
-        lines.append([row.name, row.label, *own, *map(row.costs.get, figures), *printed])
+        lines.append([row.name, row.label, *own, *map(row.costs.get, costs), *printed])
     formats = {
         "row": Column(words=True),
         **{key: Column(2, title=_title(key)) for key in columns},
-        **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(figures)},
+        **{COSTS[key]: Column(3 if number else 1) for number, key in enumerate(costs)},
         **{key: Column(words=True) for key in stated},
         "label": Column(4, words=True),
     }
@@ -235,8 +227,6 @@ def _listed(title: str, notes: Sequence[str]) -> list[str]:
 
 
 def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Sequence[str]) -> Iterator[CellRun]:
-    from efficient_ft.cli.hydra.rows import merged, of_tasks
-
     if not any(row.runs for row in rows):
         raise UserError(f"The table {table.name} has no reproducible accuracies. {table.reason or ''}".rstrip())
     for row in rows:
@@ -248,10 +238,6 @@ def _runs(table: Table, rows: Sequence[Row], seeds: Sequence[int], settings: Seq
 
 def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     """Compose the configuration of every run, because the configuration determines the run folder."""
-    from efficient_ft.cli.hydra.compose import configured
-    from efficient_ft.cli.hydra.jobs import Job
-    from efficient_ft.cli.hydra.variants import folder_of
-
     jobs = []
     for one in runs:
         config = configured(one.arguments)
@@ -310,9 +296,6 @@ def _report(
 
 def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, str], list[float]]:
     """Return the accuracies of the finished runs, keyed by row and column, and set the results of the jobs."""
-    from efficient_ft.cli.hydra.jobs import finished
-    from efficient_ft.record.results import final_accuracy
-
     found: dict[tuple[str, str], list[float]] = {}
     for one, job in zip(runs, jobs, strict=True):
         job.results = results = job.results or finished(job.folder, job.config)
@@ -332,9 +315,6 @@ def _obtained(runs: Sequence[CellRun], jobs: Sequence[Job]) -> dict[tuple[str, s
 
 
 def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
-    from efficient_ft.cli.commands.study import OF_THIS_MACHINE
-    from efficient_ft.cli.hydra.jobs import not_read
-
     missing = [job for job in jobs if job.results is None]
     limited = [job.title for job in jobs if job.results and job.config.trainer.limit_eval_batches is not None]
     notes = []

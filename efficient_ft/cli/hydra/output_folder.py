@@ -74,20 +74,6 @@ _OF_HYDRA = {".hydra", "train.log"}
 _BEFORE_TRAINING = {*_OF_HYDRA, ".lock", "config.yaml", "images", "contents.json", "run_id"}
 
 
-class _Held(MemoryHandler):
-    """Log handler that buffers records until `hand_over` is called.
-
-    `flush` has no effect, because Hydra flushes all handlers when a command ends.
-    """
-
-    def flush(self) -> None:
-        pass
-
-    def hand_over(self) -> None:
-        """Pass the buffered records to the target handler."""
-        super().flush()
-
-
 class CommandRecord:
     """The record of a command: the folder ``.hydra`` and the log file.
 
@@ -96,8 +82,9 @@ class CommandRecord:
 
     def __init__(self, folder: Path, hydra: HydraConf, composed: DictConfig) -> None:
         self._folder, self._hydra, self._composed = folder, hydra, composed
-        #: Maps each file handler of the root logger to the handler that replaces it until the run begins.
-        self._held: dict[logging.FileHandler, _Held] = {}
+        #: Maps each file handler of the root logger to the handler that replaces it until the run begins. Hydra flushes
+        #: all handlers when a command ends, but a handler without a target keeps its records.
+        self._held: dict[logging.FileHandler, MemoryHandler] = {}
         root = logging.getLogger()
         for handler in root.handlers:
             if isinstance(handler, logging.FileHandler) and Path(handler.baseFilename).parent == folder.absolute():
@@ -105,7 +92,7 @@ class CommandRecord:
                 log = Path(handler.baseFilename)
                 if log.is_file() and not log.stat().st_size:
                     log.unlink()
-                self._held[handler] = _Held(_RECORDS, logging.CRITICAL + 1, handler)
+                self._held[handler] = MemoryHandler(_RECORDS, logging.CRITICAL + 1)
                 self._held[handler].setLevel(handler.level)
         root.handlers[:] = [self._held.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
 
@@ -123,8 +110,9 @@ class CommandRecord:
         root = logging.getLogger()
         names = {memory: handler for handler, memory in self._held.items()}
         root.handlers[:] = [names.get(one, one) for one in root.handlers]  # type: ignore[call-overload]
-        for memory in self._held.values():
-            memory.hand_over()
+        for handler, memory in self._held.items():
+            memory.setTarget(handler)
+            memory.flush()
         self._held = {}
 
 
