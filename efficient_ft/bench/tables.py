@@ -213,7 +213,7 @@ def _loop(report: Mapping[str, Any], table_of: _Format) -> str:
         if over := of.get("overhead_percent"):
             lines.append(f"The framework adds {_percent(over)} to the time of a step.")
         if waits := of.get("data_wait_percent"):
-            lines.append(f"Without worker processes, waiting takes {_percent(waits)} of the step.")
+            lines.append(f"Without workers, the data wait is {_percent(waits)} of a step.")
         baseline = "; baseline: bare loop" if over else ""
         texts.append("\n".join([f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}", *lines]))
     return "\n\n".join(texts)
