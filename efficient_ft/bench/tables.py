@@ -211,11 +211,12 @@ def _loop(report: Mapping[str, Any], table_of: _Format) -> str:
         names = [name for name in ("bare loop", "framework", "data wait") if name in of]
         lines = [table([["loop", "ms per step"], *([name, _ms(of[name])] for name in names)])]
         if over := of.get("overhead_percent"):
-            lines.append(f"The framework adds {_percent(over)} to the time of a step.")
+            lines.append(paragraph(f"The framework adds {_percent(over)} to the time of a step."))
         if waits := of.get("data_wait_percent"):
-            lines.append(f"Without workers, the data wait is {_percent(waits)} of a step.")
+            lines.append(paragraph(f"Without workers, the data wait is {_percent(waits)} of a step."))
         baseline = "; baseline: bare loop" if over else ""
-        texts.append("\n".join([f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}", *lines]))
+        title = paragraph(f"{job}{model}, batch {of['batch']}, {rounds} rounds{baseline}")
+        texts.append("\n".join([title, *lines]))
     return "\n\n".join(texts)
 
 
