@@ -51,7 +51,8 @@ _PRELOADED = {
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
 #: Environment variables that are set for the allocators, unless the user has set them. Huge pages (THP_MEM_ALLOC_ENABLE
-#: in torch) are not enabled. With mimalloc, they do not make steps faster, and increase the memory of some recipes.
+#: in torch) are not enabled: they do not make steps faster, and with mimalloc they increase the memory of some
+#: recipes.
 _TUNING = {
     "MIMALLOC_PURGE_DELAY": "-1",  # freed memory is kept, which avoids page faults
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",

@@ -304,7 +304,10 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
 
 def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images that all processes together use in an epoch."""
+    """Return the number of images that all processes together use in an epoch.
+
+    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
+    """
     each, more = divmod(size, world)
     if each < batch_size:  # each process loads one batch, so no image is skipped
         return size if each else 0

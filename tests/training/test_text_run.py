@@ -139,7 +139,7 @@ def test_lines_are_predicted(
     with pytest.raises(UserError, match=r"task=segmentation"):
         predict.main([str(folder), str(tmp_path / "lines.txt"), "--overlay"])
     (tmp_path / "lines.txt").write_text("the zinc", encoding="utf-16-le")
-    with pytest.raises(UserError, match=r"lines\.txt contains NUL characters, so it is not a text file"):
+    with pytest.raises(UserError, match=r"lines\.txt contains NUL characters, so it is not UTF-8 text"):
         predict.main([str(folder), str(tmp_path / "lines.txt")])
 
 

@@ -91,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     steps = "number of steps used to measure the process memory of each recipe (default: 3; 0 disables the measurement)"
     step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
 
-    text = "measure the counted memory and the process memory of training steps"
+    text = "measure the counted memory of training steps, and the process memory in a separate process per recipe"
     memory = _add_kind(kinds, "memory", _memory, None, text)
     _add_model(memory, "deit_small", 16, "+")
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")

@@ -206,7 +206,7 @@ class ChosenBits(PackingState):
             return None
         bits, group = self.default
         if not self.forms:
-            return f"bits=auto: no gradient changed, so all tensors use {bits} bits and groups of {group} values"
+            return f"bits=auto: no change was measured, so all tensors use {bits} bits and groups of {group} values"
         total = sum(self.values[name] for name in self.forms)
         mean = sum(packed_bits(self.values[name], form) for name, form in self.forms.items()) / total
         by_part: dict[str, str] = {}

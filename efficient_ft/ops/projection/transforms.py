@@ -216,7 +216,10 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
 
 
 def dct_rows(grid: Grid, count: int) -> np.ndarray:
-    """Return the `count` lowest-frequency DCT-II rows of a map, (count × L), by (i/H)² + (j/W)² and then (i, j)."""
+    """Return the `count` lowest-frequency orthonormal DCT-II rows of a map, (count × L).
+
+    The rows are sorted by (i/H)² + (j/W)² and then by (i, j).
+    """
     height, width = grid
     cy, cx = _dct(height), _dct(width)
     order = sorted(

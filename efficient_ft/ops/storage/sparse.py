@@ -22,7 +22,10 @@ _CAUTION = 1.0
 
 
 def values_kept(n: int, sparsity: float) -> int:
-    """Return how many of n values are stored: all but the k − 1 smallest, where k = clip(⌊n·sparsity⌋, 1, n)."""
+    """Return how many of n values are stored.
+
+    All but the k − 1 values of smallest magnitude are stored, where k = clip(⌊n·sparsity⌋, 1, n).
+    """
     return n - min(max(math.floor(n * sparsity), 1), n) + 1 if n else 0
 
 
@@ -32,7 +35,10 @@ def bitmap_bytes(n: int) -> int:
 
 
 def magnitude_bits(x: Tensor) -> Tensor:
-    """Return the magnitudes of x as integers of the same width and order, so that one kernel supports all dtypes."""
+    """Return the magnitudes of x as integers of the same width.
+
+    The integers have the same order as the magnitudes, so that one kernel supports all dtypes of a width.
+    """
     integer = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()]
     return x.contiguous().view(integer) & torch.iinfo(integer).max
 

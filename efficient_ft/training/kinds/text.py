@@ -81,7 +81,7 @@ def read_lines(files: Sequence[Path], columns: int) -> list[Item]:
         try:
             raw = sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
             if b"\0" in raw:
-                raise UserError(f"{path} contains NUL characters, so it is not a text file. Save the file as UTF-8.")
+                raise UserError(f"{path} contains NUL characters, so it is not UTF-8 text. Save the file as UTF-8.")
             text = raw.decode("utf-8-sig")
         except OSError as error:
             raise UserError(

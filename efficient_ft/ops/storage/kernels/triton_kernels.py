@@ -229,7 +229,7 @@ def spread(values, bitmap, found, x, n, kept, TILE: tl.constexpr, TILES: tl.cons
 
 @triton.jit
 def convert(x, y, overflow, count, WATCHED: tl.constexpr, LARGEST: tl.constexpr, BLOCK: tl.constexpr):
-    """Convert x to the dtype of y. If `WATCHED` is True, set `overflow` when a finite value exceeds `LARGEST`."""
+    """Convert x to the dtype of y. If `WATCHED` is True, set `overflow` if a finite magnitude exceeds `LARGEST`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     value = tl.load(x + at, mask=inside, other=0)
