@@ -86,7 +86,7 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
     ]  # fmt: skip
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     require(done.returncode == 1, f"status {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    require(f"{len(failures)} of {len(orders)} failed" in done.stdout, done.stdout[-3000:])
+    require(f"{len(failures)} of {len(orders)} jobs failed" in done.stdout, done.stdout[-3000:])
     for order, reason in failures.items():
         found = re.search(rf"order={order}: .*{reason}", done.stdout)
         require(found is not None, f"the failure of order={order} is not named as {reason}:\n{done.stdout[-2000:]}")
@@ -98,7 +98,7 @@ def _sweep(folder: Path, parallel: int, stubborn: bool) -> None:
     again = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=SECONDS)
     require(again.returncode == 1, f"status {again.returncode}\n{again.stderr[-2000:]}")
     require(again.stdout.count("already finished") == 3, f"not three jobs already finished:\n{again.stdout[-3000:]}")
-    require(f"{len(failures)} of {len(orders)} failed" in again.stdout, again.stdout[-3000:])
+    require(f"{len(failures)} of {len(orders)} jobs failed" in again.stdout, again.stdout[-3000:])
     for order in orders:
         more = _begun(folder, order) - began[order]
         require(more == (order in failures), f"order={order} began {more} times in the repeated sweep")
