@@ -83,12 +83,12 @@ class Task(ABC):
         `targets` has dtype int64 and shape (B, ...). Any further dimensions are positions, such as pixels.
         """
 
-    def labeled(self, targets: Tensor) -> Tensor:
-        """Return the number of items over which `loss` averages, as a scalar tensor on the device of `targets`.
+    def labeled(self, targets: Tensor) -> Tensor | None:
+        """Return the number of items over which `loss` averages, or None if each sample is one item.
 
-        By default, each sample is one item.
+        The number is returned as a scalar tensor.
         """
-        return torch.full((), len(targets), device=targets.device)
+        return None
 
     def predicted(self, logits: Tensor) -> Tensor | None:
         """Return the predicted class of each item (int64), or None if the predictions are not classes."""

@@ -129,7 +129,7 @@ class FineTuner(L.LightningModule):
         with self._input(images, more) as x:
             logits = self.task.logits(self.model, x)
         loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
-        items = self.task.labeled(labels)
+        items = self._items(labels)
         self._weight, self._elsewhere = items.clamp(min=1), None
         return loss if self.trainer.world_size == 1 else self._share(loss, items)
 
@@ -142,6 +142,11 @@ class FineTuner(L.LightningModule):
         share = loss * (items * self.trainer.world_size / self._weight).to(loss.dtype)
         self._elsewhere = added / self._weight - share.detach()
         return share
+
+    def _items(self, labels: Tensor) -> Tensor:
+        """Return the number of items over which the loss is averaged, as a tensor on the device of `labels`."""
+        items = self.task.labeled(labels)
+        return torch.full((), len(labels), device=labels.device) if items is None else items
 
     def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Return a context manager that provides the network's input for a batch."""
@@ -288,7 +293,7 @@ class FineTuner(L.LightningModule):
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, self.task.predicted(logits), labels)
-        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self.task.labeled(labels))
+        self.eval_loss[dataloader_idx].update(self.task.loss(logits, labels), self._items(labels))
 
     def on_validation_epoch_end(self) -> None:
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
