@@ -113,7 +113,7 @@ class LBPWHT(LowRankBackward):
             self._stop_watching()
 
     def _most_energy(self, energy: Tensor | None) -> Pairs:
-        """Return the R bases with the highest energy, or the bases of ``l1`` if the layer received no gradient."""
+        """Return the R bases with the highest energy by increasing sequency, or those of ``l1`` without a gradient."""
         pairs = low_pass_l1(self.order)
         energy = torch.zeros(BLOCK, BLOCK, dtype=torch.float64) if energy is None else energy
         energy = all_reduce_sum(energy)

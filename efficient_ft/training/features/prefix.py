@@ -226,7 +226,7 @@ class FeatureCallback(L.Callback):
             say(f"The network is not changed (trainer.prefix=auto): {error}")
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
-        """Set the form of the prefix to the form in the run folder. Without this file, the first process chooses."""
+        """Set the form of the prefix to the form in the run folder. Without such a file, the first process chooses."""
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
