@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -52,30 +52,33 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         options = (augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick)
         self._train_transform = Transform(input, augment.name, *options, self.decoding)
         self.transform_eval = Transform(input, decoding=self.decoding)
-        self._decoded: dict[str, DecodedImages] = {}
-        parts: dict[str, Samples] = splits_of(listing)
         if config.on_corrupt == "skip":
-            self._leave_out_corrupt(parts)
-        recipe = config.train_on_val and listing.recipe_trains_on_val
-        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
-            parts["train"] = parts["train"].join(parts.pop("val"))
-        self._parts = self._choose_splits(parts, stratified_split)
+            listing = self._without_corrupt(listing)
+        self._decoded: dict[str, DecodedImages] = {}
+        self._parts = self._split(listing)
         count = len(self._parts["train"])
         if count < config.batch_size:
             limit = f"which are fewer than data.batch_size={config.batch_size}"
             self._notes.append(f"Each batch contains all {count} training images, {limit}.")
 
-    def _leave_out_corrupt(self, parts: dict[str, Samples]) -> None:
-        read = partial(read_image, decoding=self.decoding)
+    def _split(self, listing: Listing) -> dict[str, Samples]:
+        parts: dict[str, Samples] = splits_of(listing)
+        recipe = self._config.train_on_val and listing.recipe_trains_on_val
+        if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
+            parts["train"] = parts["train"].join(parts.pop("val"))
+        return self._choose_splits(parts, stratified_split)
+
+    def _without_corrupt(self, listing: Listing) -> Listing:
+        parts: dict[str, Samples] = splits_of(listing)
         for name, part in parts.items():
             if isinstance(part.images, Paths):
                 # Every image is decoded completely, because truncated files are not detected otherwise.
-                bad = find_failures(read, part.images, len(part), f"reading {name} images")
+                bad = find_failures(self._read, part.images, len(part), f"reading {name} images")
                 self._skipped.update(bad)
                 left = [i for i, path in enumerate(part.images) if path not in bad]
                 parts[name] = part.take(np.asarray(left, dtype=np.int64))
         labels = set(np.unique(parts["train"].labels).tolist())
-        gone = [repr(name) for label, name in enumerate(self.class_names) if label not in labels]
+        gone = [repr(name) for label, name in enumerate(listing.class_names) if label not in labels]
         skip = "(data.on_corrupt=skip). Replace the unreadable files."
         if gone:
             raise UserError(f"The class {gone[0]} has no readable training image {skip}")
@@ -83,6 +86,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             if not len(part):
                 raise UserError(f"The {name} split has no readable image {skip}")
         self._note_skipped("unreadable")
+        return replace(listing, train=parts["train"], val=parts.get("val"), test=parts.get("test"))
+
+    def _read(self, path: str) -> None:
+        read_image(path, decoding=self.decoding)
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
         input = self.transform_eval.input
