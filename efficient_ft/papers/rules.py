@@ -236,19 +236,19 @@ def _bsr(
 
 def count_cost(of: CountSettings) -> CountedCost:
     """Return the cost of a row that has the settings `of`."""
-    model, plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
-    memory = as_listed = _memory(of, plain, parameter_bytes(model))
-    if alike := named_alike((name for name, p in model.named_parameters() if not p.requires_grad), of.by_name):
-        model = of.model()  # `_operations` caches the other model.
+    plain = _operations(of.architecture, of.classes, of.methods, of.frozen_norms, of.input_size, of.rule)
+    memory = as_listed = _memory(of, plain.operations, plain.parameter_bytes)
+    if alike := named_alike(plain.frozen, of.by_name):
+        model = of.model()
         for name in alike:
             model.get_parameter(name).requires_grad_(True)
         # The published count of linear and normalization layers depends on which of their weights are trained. However,
         # attention and GELU before the first listed block receive no gradient, even if parameters of earlier blocks are
         # trained.
         trains = operations(model, of.input_size, rule=of.rule, blocks=_blocks(of.architecture, of.input_size))
-        both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain, strict=True)]
+        both = [t if t.kind in ("product", "norm") else p for t, p in zip(trains, plain.operations, strict=True)]
         memory = _memory(of, both, parameter_bytes(model))
-    macs = plain
+    macs = plain.operations
     if of.experts:
         left_out = tuple(f"blocks.{block}.mlp." for block in (3, 7, 11))
         macs = tuple(op for op in macs if op.kind == "product" and not op.name.startswith(left_out))
@@ -287,6 +287,15 @@ def _model(architecture: str, classes: int, methods: Sequence[Callable[[], Any]]
     return model
 
 
+@dataclass(frozen=True)
+class _Operations:
+    """The operations on one image, the number of bytes of the parameters, and the names of frozen parameters."""
+
+    operations: tuple[Operation, ...]
+    parameter_bytes: int
+    frozen: tuple[str, ...]
+
+
 @cache  # Rows that differ only in the storage of activations share their operations.
 def _operations(
     architecture: str,
@@ -295,10 +304,11 @@ def _operations(
     frozen_norms: bool,
     size: tuple[int, ...],
     rule: Rule,
-) -> tuple[nn.Module, tuple[Operation, ...]]:
-    """Return the model and the operations on one image."""
+) -> _Operations:
     model = _model(architecture, classes, methods, frozen_norms)
-    return model, tuple(operations(model, size, rule=rule, blocks=_blocks(architecture, size)))
+    frozen = tuple(name for name, p in model.named_parameters() if not p.requires_grad)
+    found = operations(model, size, rule=rule, blocks=_blocks(architecture, size))
+    return _Operations(tuple(found), parameter_bytes(model), frozen)
 
 
 @cache
