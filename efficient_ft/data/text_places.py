@@ -103,7 +103,7 @@ class Reader:
 
     def _read_split(self, split: Split, places: Sequence[Path], *, check: bool) -> None:
         rows: list[Row] = []
-        origins = []
+        origins, advice = [], self.found.without(split)
         for place in places:
             if place.is_dir() and not (files := self._files_of(place)):
                 if check:
@@ -112,7 +112,7 @@ class Reader:
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
-                read = self.rows_of(file, self.found.without(split))
+                read = self.rows_of(file, advice)
                 rows += read.rows
                 origins.append(f"{self._name(file)} ({read.origin})")
                 if split == "train":
