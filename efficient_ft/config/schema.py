@@ -210,9 +210,7 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Settings of the optimizer (including the storage of its state), the learning-rate schedule, label smoothing and
-    gradient clipping.
-    """
+    """Settings of the optimizer and its state, the learning-rate schedule, label smoothing and gradient clipping."""
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]

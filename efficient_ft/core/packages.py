@@ -29,8 +29,9 @@ KINDS_GROUP = "efficient_ft.kinds"
 
 
 def configuration_folders() -> dict[str, list[Path]]:
-    """Return a dict that maps package names to configuration folders. The dict contains every package that adds methods
-    or kinds of task.
+    """Return a dict that maps package names to configuration folders.
+
+    The dict contains every package that adds methods or kinds of task.
 
     Raises:
         UserError: If a package cannot be found, a method has no YAML file, or the YAML file does not name the method.

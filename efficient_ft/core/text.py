@@ -98,8 +98,9 @@ def display_width(text: str) -> int:
 
 
 def padded(text: str, width: int, left: bool = True) -> str:
-    """Pad `text` with spaces to `width` terminal columns. The text is left-aligned if `left` is True, and right-aligned
-    otherwise.
+    """Pad `text` with spaces to `width` terminal columns.
+
+    The text is left-aligned if `left` is True, and right-aligned otherwise.
     """
     space = " " * (width - display_width(text))
     return text + space if left else space + text

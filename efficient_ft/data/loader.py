@@ -144,8 +144,9 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Load one image as a float32 tensor of shape (C, H, W), and return the image and its label. Raise `UserError`
-        if the file cannot be read.
+        """Load one image as a float32 tensor of shape (C, H, W), and return the image and its label.
+
+        Raise `UserError` if the file cannot be read.
         """
         image = self._transform.normalize(self._augmented([key]))[0]
         return image, int(self.labels[key[1]])

@@ -312,7 +312,7 @@ _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("de
 
 
 def _read_rte(root: Path, settings: TextConfig) -> TextListing:
-    """List the samples of RTE (Wang et al., "GLUE", ICLR 2019), which classifies pairs of sentences by entailment."""
+    """List the samples of RTE (Wang et al., "GLUE", ICLR 2019), a task of recognizing entailment between sentences."""
     folder, found = root / "RTE", SplitRows()
     for split, (name, count) in _RTE.items():
         read = read_rows(folder / name, settings)

@@ -133,8 +133,9 @@ class Transform:
         return floats.div_(255).sub_(self._mean).div_(self._std)
 
     def __call__(self, image: Image.Image | str | os.PathLike[str]) -> Tensor:
-        """Convert an RGB image, or an image file, to a float32 tensor of shape (C, H, W). Raise `UserError` if reading
-        fails.
+        """Convert an RGB image, or an image file, to a float32 tensor of shape (C, H, W).
+
+        Raise `UserError` if reading fails.
         """
         if not isinstance(image, Image.Image):
             image = self.read(image)

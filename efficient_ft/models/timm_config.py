@@ -73,8 +73,9 @@ def build(config: ModelConfig, kwargs: dict[str, Any], **more: Any) -> nn.Module
 
 
 def image_size(config: ModelConfig, cfg: PretrainedCfg) -> tuple[int, int]:
-    """Return `model.image_size` as (H, W) in pixels. If `model.image_size` is None, return the image size of the
-    pretrained weights.
+    """Return `model.image_size` as (H, W) in pixels.
+
+    If `model.image_size` is None, return the image size of the pretrained weights.
     """
     size = cfg.input_size[-2:] if config.image_size is None else config.image_size
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))

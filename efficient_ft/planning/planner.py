@@ -314,9 +314,7 @@ class _Planner:
             )
 
     def option(self, candidate: Candidate) -> Option:
-        """Count the FLOPs and bytes of a candidate recipe, and predict its memory usage in the same way as at the start
-        of a run.
-        """
+        """Count the FLOPs and bytes of a recipe, and predict its memory in the same way as at the start of a run."""
         own = candidate.arguments(self.base)
         taken = {argument.partition("=")[0] for argument in own}
         settings = [s for s in self.settings if s.partition("=")[0] not in taken]

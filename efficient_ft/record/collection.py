@@ -274,8 +274,9 @@ def repeated(collection: Collection) -> list[str]:
 
 
 def missing_seeds(collection: Collection) -> list[str]:
-    """Return messages about missing seeds. A seed is missing from a group if another group with the same model and data
-    has this seed.
+    """Return messages about missing seeds.
+
+    A seed is missing from a group if another group with the same model and data has this seed.
     """
     every: dict[tuple[str, str], set[int]] = {}
     for run in collection.runs:

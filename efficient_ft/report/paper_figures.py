@@ -101,8 +101,9 @@ _peak, _seconds = _number("peak MiB"), _number("seconds")
 
 # ---------------------------------------------------------------------------------------------- LBP-WHT
 def accuracy_by_order(runs: Runs) -> Chart:
-    """LBP-WHT, Figure 3: accuracy versus FLOPs of the backward pass. A line connects the results of LBP-WHT with
-    different orders.
+    """LBP-WHT, Figure 3: accuracy versus FLOPs of the backward pass.
+
+    A line connects the results of LBP-WHT with different orders.
     """
     lines = [(_mean(group, _backward), _mean(group, accuracy_of)) for _, group in runs.by_setting("lbp_wht", "order")]
     others = defaultdict(list)

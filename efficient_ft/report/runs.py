@@ -171,10 +171,10 @@ def names_of(runs: Sequence[Run]) -> list[str]:
 
 
 def method_names(runs: Sequence[Run], prefix: str = "") -> list[str]:
-    """Return a name for each run that consists of the methods and the settings in which runs with the same methods
-    differ.
+    """Return a name for each run.
 
-    Only settings that start with `prefix` are included.
+    The name consists of the methods and of the settings in which runs with the same methods differ. Only settings that
+    start with `prefix` are included.
     """
     alike: dict[str, list[Run]] = defaultdict(list)
     for run in runs:

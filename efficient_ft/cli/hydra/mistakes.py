@@ -162,8 +162,9 @@ def check_packages(name: str, parsed: Sequence[Override], composed: DictConfig) 
 
 
 def refuse_data(parsed: Sequence[Override], config: Config) -> None:
-    """Raise a `UserError` if ``data`` settings are given for a run on several tasks, because such a run does not use
-    them.
+    """Raise a `UserError` if ``data`` settings are given for a run on several tasks.
+
+    Such a run does not use these settings.
     """
     if not config.tasks:
         return

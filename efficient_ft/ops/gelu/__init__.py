@@ -115,10 +115,10 @@ def _forward(x: Tensor, scale: Tensor | None, shift: Tensor | None) -> Tensor:
 def _backward(
     g: Tensor, x: Tensor, scale: Tensor | None, shift: Tensor | None, mean: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradient with respect to x. If `mean` (C,) is given, also return the sums Σ h and Σ h · (x - mean),
-    each (C,).
+    """Return the gradient with respect to x.
 
-    h is the gradient of x · scale + shift. If `scale` and `shift` (C,) are given, x must have the channels-last format.
+    If `mean` (C,) is given, also return the sums Σ h and Σ h · (x - mean), each (C,). h is the gradient of x · scale +
+    shift. If `scale` and `shift` (C,) are given, x must have the channels-last format.
     """
     g_x = torch.empty_like(x)
     g = g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)

@@ -272,8 +272,9 @@ def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) ->
 
 
 def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
-    """Set the form of the prefix in the same way as `measure_form`. However, with ``auto``, a form whose features are
-    already stored is preferred.
+    """Set the form of the prefix in the same way as `measure_form`.
+
+    However, with ``auto``, a form whose features are already stored is preferred.
     """
     options = config.trainer
     if options.prefix == "auto" and options.cache_features != "off":

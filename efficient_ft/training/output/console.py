@@ -77,9 +77,7 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return a table that shows the process memory before and during training and the size of the tensors in a training
-    step.
-    """
+    """Return a table of the process memory before and during training, and of the tensors in a training step."""
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
         ["memory", ""],

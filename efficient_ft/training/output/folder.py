@@ -124,10 +124,10 @@ def refuse_other_images(config: Config, folder: Path, digest: str) -> None:
 
 
 class RunFolder:
-    """A run folder. `begin` writes the files that must exist before the first step, and `undo` restores the previous
-    state.
+    """Folder of a run.
 
-    `lock` is None except in the first process.
+    `begin` writes the files that must exist before the first step, and `undo` restores the previous state. `lock` is
+    None except in the first process.
     """
 
     def __init__(self, path: Path, lock: FileLock | None) -> None:

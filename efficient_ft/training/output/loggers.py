@@ -93,11 +93,11 @@ def _require_key(mode: str) -> None:
 
 
 def run_name(methods: str, arguments: Sequence[str]) -> str:
-    """Return a readable name that consists of the method names and the given settings. The prefixes of the settings are
-    omitted.
+    """Return a readable name that consists of the method names and the given settings.
 
-    With the method ``lbp_wht``, ``method.lbp_wht.order=4 optim.lr=1e-3 seed=1`` becomes ``lbp_wht order=4 lr=1e-3
-    seed=1``. Option groups and paths (``data=``, ``data.root=``) are omitted.
+    The prefixes of the settings are omitted. With the method ``lbp_wht``, ``method.lbp_wht.order=4 optim.lr=1e-3
+    seed=1`` becomes ``lbp_wht order=4 lr=1e-3 seed=1``. Option groups and paths (``data=``, ``data.root=``) are
+    omitted.
     """
     settings = []
     for argument in arguments:
