@@ -20,6 +20,7 @@ from efficient_ft.cost import StepMemory, TrainingStep, executed
 from efficient_ft.models import factory
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.trainer import use_channels_last
 
 
 def measure_memory(
@@ -28,7 +29,6 @@ def measure_memory(
     network: Network,
     *,
     optim: str = "adamw",
-    channels_last: bool = True,
     steps: int = 3,
     warmup: int = 2,
 ) -> dict[str, Any]:
@@ -36,8 +36,7 @@ def measure_memory(
 
     The process must not have run other steps, because memory that the allocator keeps would hide the growth. The
     compiler of the packing kernels (numba) is loaded first, because its size does not depend on the batch. `optim` is
-    the name of an optimizer in conf/optim. If `channels_last` is True, channels-last memory is used on a CPU, as in
-    runs. The `warmup` steps run after the steps that methods need for profiling.
+    the name of an optimizer in conf/optim. The `warmup` steps run after the steps that methods need for profiling.
 
     Returns:
         A record of the recipe, which can be passed to `memory_report`.
@@ -50,7 +49,7 @@ def measure_memory(
 
     def prepare(place: torch.device | str) -> TrainingStep:
         model = factory.random_model(config.model, network.num_classes)
-        return build_step(config, model, place, network.batch_size, channels_last and device.type == "cpu")
+        return build_step(config, model, place, network.batch_size, use_channels_last(config, device))
 
     interpreter = settled_bytes()
     with unfused_attention() if network.unfused else nullcontext():

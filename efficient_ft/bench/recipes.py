@@ -104,6 +104,21 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
     return recipes
 
 
+def in_both_precisions(recipes: Sequence[Recipe]) -> list[Recipe]:
+    """Return each recipe twice, in fp32 and in bf16. The names of the latter end with ``bf16``.
+
+    A recipe whose settings contain ``trainer.precision`` is returned once, with its own name.
+    """
+    fixed = [recipe for recipe in recipes if any(word.startswith("trainer.precision=") for word in recipe.overrides)]
+    both = []
+    for precision in ("fp32", "bf16"):
+        for recipe in recipes:
+            if recipe not in fixed:
+                name = recipe.name if precision == "fp32" else f"{recipe.name} {precision}"
+                both.append(Recipe(name, (*recipe.overrides, f"trainer.precision={precision}")))
+    return [*both, *fixed]
+
+
 def _package(option: str, folders: Iterable[Path]) -> str:
     """Return the name under which a method's settings are stored. Variants of a method share this name."""
     files = (folder / "method" / f"{option}.yaml" for folder in folders)

@@ -27,6 +27,7 @@ from efficient_ft.training.costs import step_spec
 from efficient_ft.training.features.prefix import from_stored, measure_form, run_prefix
 from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.optimizer import build_optimizer
+from efficient_ft.training.trainer import use_channels_last
 
 
 class PartsTimer:
@@ -115,15 +116,16 @@ def _trains(module: nn.Module) -> bool:
 def measure_steps(
     recipes: Sequence[Recipe], configure: Configure, network: Network, *, rounds: int = 10, warmup: int = 2
 ) -> dict[str, Any]:
-    """Time and count training steps of each recipe on random weights and images. The first recipe is the baseline.
+    """Time and count training steps of each recipe on random weights and images.
 
-    On a CPU, all recipes except the baseline use channels-last memory, as runs do. `warmup` rounds run before the
-    `rounds` timed rounds. The result is a JSON-serializable report, which `tables.report_text` formats.
+    The baseline of a recipe is the first recipe with the same precision. Feature maps have the memory format that runs
+    use (`trainer.channels_last`). `warmup` rounds run before the `rounds` timed rounds. The result is a
+    JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
         UserError: If a recipe or model cannot be used.
     """
-    names = [recipe.name for recipe in recipes]
+    precisions: dict[str, str] = {}
     calls: dict[str, Callable[[], dict[str, float]]] = {}
     steps: dict[str, TrainingStep] = {}
     counts: dict[str, dict[str, Any]] = {}
@@ -131,18 +133,19 @@ def measure_steps(
     with unfused_attention() if network.unfused else nullcontext():
         for recipe in recipes:
             config = configure(network.model, [*network.overrides, *recipe.overrides])
-            channels_last = on_cpu and recipe is not recipes[0]
-            step, counts[recipe.name] = _prepared(config, network, channels_last)
+            precisions[recipe.name] = config.trainer.precision
+            step, counts[recipe.name] = _prepared(config, network)
             for _ in range(step.methods.warmup_steps):
                 step()
             steps[recipe.name] = step
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, network.num_classes))
-        result = summary(alternate(calls, rounds, warmup), names[0])
+        first = {precision: name for name, precision in reversed(precisions.items())}
+        baselines = {name: first[precision] for name, precision in precisions.items()}
+        result = summary(alternate(calls, rounds, warmup), baselines)
     for name, step in steps.items():
+        counts[name].update(dtype=precisions[name], baseline=baselines[name])
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
-    notes = ["The peak memory is measured on the device."]
-    if on_cpu:
-        notes = ["The baseline is timm's unmodified model. Other recipes use channels-last memory for feature maps."]
+    notes = [] if on_cpu else ["The peak memory is measured on the device."]
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
         notes.append(
             "With trainer.cache_features=on, FLOPs and bytes are counted for a step that computes the stored features."
@@ -151,21 +154,21 @@ def measure_steps(
         "kind": "step",
         "model": network.model,
         "batch": network.batch_size,
-        "dtype": network.precision,
+        "dtype": " and ".join(sorted(set(precisions.values()), reverse=True)),
         "attention": "unfused" if network.unfused else "timm's default",
-        "baseline": names[0],
-        "recipes": {name: {**counts[name], "measured": result[name]} for name in names},
+        "baseline": recipes[0].name,
+        "recipes": {name: {**counts[name], "measured": result[name]} for name in precisions},
         "notes": notes,
     }
 
 
-def _prepared(config: Config, network: Network, channels_last: bool) -> tuple[TrainingStep, dict[str, Any]]:
+def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str, Any]]:
     model = factory.random_model(config.model, network.num_classes)
     methods = build_methods(config)
     apply_methods(model, methods)
     size = factory.input_of(config.model).size
     spec = StepSpec(network.batch_size, size, config.trainer.precision, task=TASKS[config.task])
-    if channels_last:
+    if use_channels_last(config, torch.device(network.device)):
         model.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
     counted = executed(model, methods=methods, build_optimizer=build, **vars(spec))

@@ -70,11 +70,15 @@ def _table(columns: _Columns, chosen: Sequence[str], form: str) -> str:
 
 def _step(report: Mapping[str, Any], table_of: _Format) -> str:
     recipes, batch = report["recipes"], report["batch"]
-    base = recipes[report["baseline"]]["executed"]
     measured_process = any("process" in record for record in recipes.values())
     every = list(recipes.values())
     parts = [record["measured"] for record in every]
     counts = [record["executed"] for record in every]
+    baselines = [record.get("baseline", report["baseline"]) for record in every]  # old records have one baseline
+    bases = [recipes[name]["executed"] for name in baselines]
+    flops: list[Cell] = [
+        _ratio(of["backward_flops"], base["backward_flops"]) for of, base in zip(counts, bases, strict=True)
+    ]
 
     def ms(part: str) -> list[Cell]:
         return [_ms(of[part]) if part in of else "–" for of in parts]
@@ -85,7 +89,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
         ("× the step time", 0, [_time_ratio(of["step"]) for of in parts]),
         ("backward ms", 2, ms("backward")),
         ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
-        ("× the backward FLOPs", 1, [_ratio(of["backward_flops"], base["backward_flops"]) for of in counts]),
+        ("× the backward FLOPs", 1, flops),
         ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
         (
             "peak",
@@ -107,7 +111,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
     rounds = len(parts[-1]["step"]["seconds"])
     title = f"{report['model']}, batch {batch}, {report['dtype']}{attention}, {rounds} rounds"
     explained = [
-        f"{title}; baseline: {report['baseline']}",
+        f"{title}; baseline: {' and '.join(dict.fromkeys(baselines))}",
         RATIOS,
         "FLOPs and saved bytes (of the batch) are counted from the executed operations.",
     ]

@@ -36,13 +36,15 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": median, "q1": q1, "q3": q3, "mean": statistics.fmean(values)}
 
 
-def summary(seconds: Rounds, baseline: str) -> dict[str, dict[str, Any]]:
+def summary(seconds: Rounds, baselines: str | Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Return the median, quartiles, mean and all values (``seconds``) of the times of each name and part.
 
-    ``times_faster`` contains the same statistics for the ratio baseline / recipe of each round.
+    ``times_faster`` contains the same statistics for the ratio baseline / recipe of each round. `baselines` is the name
+    of the baseline, or a mapping from each name to the name of its baseline.
     """
     out: dict[str, dict[str, Any]] = {name: {} for name in seconds}
     for name, parts in seconds.items():
+        baseline = baselines if isinstance(baselines, str) else baselines[name]
         for part, values in parts.items():
             out[name][part] = {**quartiles(values), "seconds": values}
             if base := seconds[baseline].get(part):

@@ -54,6 +54,25 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.slow
+def test_steps_in_both_precisions_in_the_memory_format_of_runs(tmp_path: Path):
+    file = tmp_path / "step.json"
+    arguments = "step --model efficientnet_lite0 --size 64 --batch 2 --classes 10 --rounds 1 --warmup 1 --dtype both"
+    timm = "timm=head:trainer.channels_last=false"
+    run(*arguments.split(), "head", timm, "--memory-steps", "1", "--json", str(file))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    baselines = {name: (of["dtype"], of["baseline"]) for name, of in report["recipes"].items()}
+    assert baselines == {
+        "head": ("fp32", "head"),
+        "timm": ("fp32", "head"),
+        "head bf16": ("bf16", "head bf16"),
+        "timm bf16": ("bf16", "head bf16"),
+    }
+    saved = {name: of["executed"]["saved_bytes"] for name, of in report["recipes"].items()}
+    assert saved["head bf16"] < saved["head"]
+    assert all("process" in of for of in report["recipes"].values())
+
+
+@pytest.mark.slow
 def test_steps_with_the_prefix_in_another_form_or_read(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

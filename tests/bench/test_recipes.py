@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from efficient_ft.bench.recipes import parse_recipe, parse_recipes
+from efficient_ft.bench.recipes import in_both_precisions, parse_recipe, parse_recipes
 from efficient_ft.cli.hydra.groups import CONF
 from efficient_ft.core.errors import UserError
 
@@ -51,3 +51,12 @@ def test_mistakes_are_refused(texts: list[str], message: str):
     with pytest.raises(UserError) as error:
         parse_recipes(texts, CONF)
     assert message in str(error.value)
+
+
+def test_each_recipe_runs_in_both_precisions_unless_it_sets_one():
+    recipes = parse_recipes(["full", "fixed=full:trainer.precision=bf16", "head"], CONF)
+    both = {recipe.name: recipe.overrides for recipe in in_both_precisions(recipes)}
+    assert list(both) == ["full", "head", "full bf16", "head bf16", "fixed"]
+    assert both["head bf16"] == ("method=[head]", "trainer.precision=bf16")
+    assert both["head"] == ("method=[head]", "trainer.precision=fp32")
+    assert both["fixed"] == ("method=[full]", "trainer.precision=bf16")

@@ -78,6 +78,15 @@ def test_a_ratio_is_the_recipe_divided_by_the_baseline():
     assert note == "note: a note"
 
 
+def test_each_precision_has_its_own_baseline():
+    report = step_report(0.1)
+    report["recipes"]["plain"]["baseline"] = "plain"
+    report["recipes"]["quick"].update(baseline="quick", dtype="bf16")
+    *_, plain, quick, _ = report_text(report, ["× the backward FLOPs"]).splitlines()
+    assert (plain.split()[-1], quick.split()[-1]) == ("1.00×", "1.00×")
+    assert "baseline: plain and quick" in report_text(report)
+
+
 def test_a_busy_machine_is_noted_under_the_table():
     last = report_text(step_report(0.51)).splitlines()[-1]
     assert last.startswith("note: The machine was busy: the load at the start (0.5) was above 0.5.")

@@ -29,3 +29,4 @@ def test_rounds_alternate_and_ratios_pair_the_same_round():
     assert (out["b"]["step"]["q1"], out["b"]["step"]["q3"]) == (2, 4)
     assert out["b"]["step"]["times_faster"]["mean"] == pytest.approx(7 / 3)
     assert out["b"]["step"]["seconds"] == [2.0, 2.0, 6.0]
+    assert summary(seconds, {"a": "b", "b": "b"})["a"]["step"]["times_faster"]["median"] == 0.5

@@ -34,6 +34,10 @@ PROG = "efficient-ft bench"
 #: Maximum number of threads per processor that ``--threads`` accepts.
 _THREADS_PER_PROCESSOR = 16
 
+#: Value of ``--dtype`` that measures each recipe in fp32 and in bf16.
+BOTH = "both"
+#: Recipes of ``bench step`` if none is given. The last recipe is timm's model in its own memory format.
+_DEFAULT_RECIPES = ("last_stage", "lbp_wht", "timm=last_stage:trainer.channels_last=false")
 #: Keys of a ``bench memory`` record whose values are included in the report of ``bench step``.
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
 
@@ -49,12 +53,14 @@ in a separate process.
     efficient-ft bench optimizer
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets its
-name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The first recipe is the baseline.
+name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The baseline of a recipe is the
+first recipe with the same precision. --dtype both measures each recipe in fp32 and in bf16.
 
-step measures the parts of training steps. On a CPU, all recipes except the baseline use the channels-last memory format
-for convolutional maps, as in training. memory compares the growth of a process with the counted peak. loop measures the
-overhead of the framework over a bare PyTorch loop. gradient compares gradients with the exact gradients, and counts the
-bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
+step measures the parts of training steps. On a CPU, feature maps use the channels-last memory format, as in training.
+To measure timm's memory format, set trainer.channels_last=false in a recipe. memory compares the growth of a process
+with the counted peak. loop measures the overhead of the framework over a bare PyTorch loop. gradient compares gradients
+with the exact gradients, and counts the bytes saved for the backward pass. optimizer includes torchao and bitsandbytes
+if they are installed.
 
 Times are medians with quartiles. A ratio is the median of recipe / baseline over all rounds. FLOPs and bytes are
 counted from executed operations. On CUDA, the allocator measures peaks.
@@ -85,14 +91,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
-    step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps")
+    step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps", both=True)
     _add_model(step, "efficientformer_l1", 32, "*")
     step.add_argument("--unfused", action="store_true", help="do not use fused attention")
     steps = "number of steps used to measure the process memory of each recipe (default: 3; 0 disables the measurement)"
     step.add_argument("--memory-steps", type=count_or_zero, default=3, metavar="N", help=steps)
 
     text = "measure the counted memory of training steps, and the process memory in a separate process per recipe"
-    memory = _add_kind(kinds, "memory", _memory, None, text)
+    memory = _add_kind(kinds, "memory", _memory, None, text, both=True)
     _add_model(memory, "deit_small", 16, "+")
     memory.add_argument("--unfused", action="store_true", help="do not use fused attention")
     memory.add_argument("--optim", default="adamw", help="optimizer in conf/optim (default adamw)")
@@ -100,9 +106,8 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument(
         "--warmup", type=count_or_zero, default=2, help="number of warm-up steps before the measured steps (default 2)"
     )
-    # These hidden options are passed to the process that measures a single recipe.
+    # This hidden option is passed to the process that measures a single recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
-    memory.add_argument("--default-layout", action="store_true", help=argparse.SUPPRESS)
 
     layer = _add_kind(kinds, "layer", _layer, 30, "measure the exact and low-rank backward passes of a linear layer")
     shapes = "layer shape (default: the four layers in Table 5 of the LBP-WHT paper); repeat for more layers"
@@ -136,10 +141,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str) -> argparse.ArgumentParser:
+def _add_kind(
+    kinds: Any, name: str, run: Callable[..., Any], rounds: int | None, text: str, both: bool = False
+) -> argparse.ArgumentParser:
     """Add a benchmark with the options that all benchmarks share, and return its parser.
 
-    `rounds` is the default value of ``--rounds``, or None to omit this option.
+    `rounds` is the default value of ``--rounds``, or None to omit this option. If `both` is True, the benchmark can
+    measure both precisions.
     """
     sub: argparse.ArgumentParser = kinds.add_parser(name, help=text, description=text, formatter_class=Help)
     sub.set_defaults(run=run)
@@ -150,7 +158,9 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
         )
     sub.add_argument("--threads", type=count, help="number of CPU threads (default: torch's default)")
     sub.add_argument("--device", default="cpu", help="cpu (default), cuda, cuda:1")
-    sub.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="fp32, or the autocast dtype")
+    dtypes = ("fp32", "bf16", "fp16", *([BOTH] if both else []))
+    meaning = "fp32, or the autocast dtype" + ("; both: measure each recipe in fp32 and in bf16" if both else "")
+    sub.add_argument("--dtype", choices=dtypes, default="fp32", help=meaning)
     sub.add_argument("--allocator", choices=CHOICES, default="auto", help="default auto; see conf/train.yaml")
     sub.add_argument("--json", type=Path, metavar="FILE", help="also write the report to FILE")
     add_columns_option(sub)
@@ -159,7 +169,7 @@ def _add_kind(kinds: Any, name: str, run: Callable[..., Any], rounds: int | None
 
 def _add_model(sub: argparse.ArgumentParser, model: str, batch: int, recipes: str) -> None:
     """Add the argument for recipes and the options of the measured network. `recipes` is `nargs` of this argument."""
-    default = " (default: last_stage lbp_wht)" if recipes == "*" else ""
+    default = f" (default: {' '.join(_DEFAULT_RECIPES)})" if recipes == "*" else ""
     sub.add_argument("recipes", nargs=recipes, metavar="RECIPE", help=f"method with settings{default}")
     sub.add_argument("--model", default=model, help=f"name of a model in conf/model or in timm (default {model})")
     sub.add_argument("--batch", type=count, default=batch, help=f"batch size (default {batch})")
@@ -260,22 +270,24 @@ def _network(options: argparse.Namespace) -> Network:
     from efficient_ft.bench.recipes import Network
 
     unfused = getattr(options, "unfused", False)
-    return Network(options.model, options.batch, options.size, options.classes, options.dtype, options.device, unfused)
+    dtype = "fp32" if options.dtype == BOTH else options.dtype  # the recipes then contain their precision
+    return Network(options.model, options.batch, options.size, options.classes, dtype, options.device, unfused)
 
 
 def _step(options: argparse.Namespace) -> dict[str, Any]:
-    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.bench.recipes import in_both_precisions, parse_recipes
     from efficient_ft.bench.step import measure_steps
 
-    texts = options.recipes or ["last_stage", "lbp_wht"]
-    recipes = parse_recipes(texts, CONF)
+    recipes = parse_recipes(options.recipes or _DEFAULT_RECIPES, CONF)
+    if options.dtype == BOTH:
+        recipes = in_both_precisions(recipes)
     # Memory is measured first, because timing keeps all recipes in the memory of this process.
     records = {}
     if options.memory_steps:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
         _check(recipes, settings)
-        for number, (text, recipe) in enumerate(zip(texts, recipes, strict=True)):
-            records[recipe.name] = _in_own_process(text, recipe.name, {**settings, "default_layout": number == 0})
+        for recipe in recipes:
+            records[recipe.name] = _in_own_process(recipe, settings)
     report = measure_steps(recipes, _configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
@@ -287,15 +299,15 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
 
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from efficient_ft.bench.memory import memory_report
-    from efficient_ft.bench.recipes import parse_recipes
+    from efficient_ft.bench.recipes import in_both_precisions, parse_recipes
 
     recipes = parse_recipes(options.recipes, CONF)
+    if options.dtype == BOTH:
+        recipes = in_both_precisions(recipes)
     _check(recipes, vars(options))
-    records = {
-        recipe.name: _in_own_process(text, recipe.name, vars(options))
-        for text, recipe in zip(options.recipes, recipes, strict=True)
-    }
-    return memory_report(options.model, options.batch, options.dtype, options.unfused, records)
+    records = {recipe.name: _in_own_process(recipe, vars(options)) for recipe in recipes}
+    dtype = "fp32 and bf16" if options.dtype == BOTH else options.dtype
+    return memory_report(options.model, options.batch, dtype, options.unfused, records)
 
 
 def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
@@ -306,19 +318,21 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
         build_methods(_configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
 
 
-def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _in_own_process(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the memory of a recipe in a separate process.
 
     Return the record, or a dict with the reason as ``failure`` if the process fails.
     """
-    print(paragraph(f"# Measuring the memory of the recipe {name}", "#   "), flush=True)
-    arguments = [text, "--alone"]
-    shared = "model batch size classes threads device dtype optim steps warmup allocator"
+    print(paragraph(f"# Measuring the memory of the recipe {recipe.name}", "#   "), flush=True)
+    arguments = [*recipe.overrides, "--alone"]
+    shared = "model batch size classes threads device optim steps warmup allocator"
     for key in shared.split():
         if options[key] is not None:
             arguments += [f"--{key}", str(options[key])]
-    flags = ("unfused", "default_layout")
-    arguments += [f"--{key.replace('_', '-')}" for key in flags if options[key]]
+    if options["dtype"] != BOTH:
+        arguments += ["--dtype", options["dtype"]]
+    if options["unfused"]:
+        arguments.append("--unfused")
     ended = processes.run([sys.executable, "-m", "efficient_ft", "bench", "memory", *arguments], environment={})
     if ended.results is None:
         print(ended.printed, end="", file=sys.stderr)
@@ -329,19 +343,17 @@ def _in_own_process(text: str, name: str, options: Mapping[str, Any]) -> dict[st
 
 
 def _measure_alone(options: argparse.Namespace) -> None:
-    """Measure the memory of one recipe in this process, and pass its record to the parent process."""
+    """Measure the memory of one recipe, given by its overrides, and pass its record to the parent process."""
     try:
         _set_up(options)
         from efficient_ft.bench.memory import measure_memory
-        from efficient_ft.bench.recipes import parse_recipe
+        from efficient_ft.bench.recipes import Recipe
 
-        (text,) = options.recipes
         record = measure_memory(
-            parse_recipe(text, CONF),
+            Recipe("", tuple(options.recipes)),
             _configure,
             _network(options),
             optim=options.optim,
-            channels_last=not options.default_layout,
             steps=options.steps,
             warmup=options.warmup,
         )
