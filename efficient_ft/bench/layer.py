@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import statistics
 import time
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from efficient_ft.bench.recipes import in_precision, precisions_of
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.core.errors import SettingError
 from efficient_ft.cost import AUTOCAST, Meter, time_steps
@@ -80,7 +82,8 @@ def measure_layers(
 ) -> dict[str, Any]:
     """Time the exact and low-rank backward passes of layers, and count their FLOPs.
 
-    The parameters are the options of the command. `orders` are the orders of LP_L1 to compare. `padding` is the padding
+    The parameters are the options of the command. If `precision` is ``both``, each layer is measured in fp32 and in
+    bf16. `orders` are the orders of LP_L1 to compare. `padding` is the padding
     of the WHT (see `LBPWHT`). `layout` is ``tokens`` (B, N, C) for a linear layer, or ``map`` (B, C, H, W) for a 1×1
     convolution.
 
@@ -90,12 +93,13 @@ def measure_layers(
     Raises:
         SettingError: If the padding does not support a grid.
     """
-    dtype = AUTOCAST[precision] or torch.float32
     measured, notes = {}, []
-    for shape in shapes:
+    precisions = precisions_of(precision)
+    for shape, of in itertools.product(shapes, precisions):
+        dtype, key = AUTOCAST[of] or torch.float32, in_precision(str(shape), of, precisions)
         functions = _functions(shape, orders, projector, padding, layout)
         same = [name for name, function in functions.items() if function is functions["exact"] and name != "exact"]
-        notes += [f"{shape}: {name} is exact, as in a run, because a low-rank pass costs more." for name in same]
+        notes += [f"{key}: {name} is exact, as in a run, because a low-rank pass costs more." for name in same]
         inputs, g = _tensors(shape, batch_size, layout, torch.device(device), dtype)
         flops = {}
         for name, function in functions.items():
@@ -105,15 +109,17 @@ def measure_layers(
             flops[name] = meter.flops["backward"] / batch_size
         calls = {name: _timed(function, inputs, g, dtype) for name, function in functions.items()}
         result = summary(alternate(calls, rounds, warmup), "exact")
-        measured[str(shape)] = {n: {"backward_flops": flops[n], "measured": parts} for n, parts in result.items()}
+        measured[key] = {n: {"backward_flops": flops[n], "measured": parts} for n, parts in result.items()}
+        peak = _peak(torch.device(device), dtype) if profile else 0.0
         for name, function in functions.items() if profile else ():
-            measured[str(shape)][name]["profile"] = _profiled(function, inputs, g, dtype, flops[name] * batch_size)
-    peak = {"peak_flops_per_second": _peak(torch.device(device), dtype)} if profile else {}
+            measured[key][name]["profile"] = {
+                **_profiled(function, inputs, g, dtype, flops[name] * batch_size),
+                "peak_flops_per_second": peak,
+            }
     return {
-        **peak,
         "kind": "layer",
         "batch": batch_size,
-        "dtype": precision,
+        "dtype": " and ".join(precisions),
         "projector": projector,
         "padding": padding,
         "layout": layout,

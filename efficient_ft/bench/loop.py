@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections import defaultdict
@@ -13,7 +14,7 @@ from unittest import mock
 
 import torch
 
-from efficient_ft.bench.recipes import Configure
+from efficient_ft.bench.recipes import Configure, in_precision, precisions_of
 from efficient_ft.bench.step import build_step
 from efficient_ft.bench.timing import quartiles, waiter
 from efficient_ft.config import Config
@@ -92,15 +93,16 @@ def measure_loops(
     """For each job, time a step of the framework, a step of a plain loop, and the loading of a batch.
 
     A job is `DEFAULT_JOB`, or the name of a model in conf/model. If a job is the name of a model, all parameters are
-    trained. A job is not compared with a plain loop if `trainer.cache_features` or `trainer.prefix` changes how its
-    frozen part is computed. The parameters are the options of the command. The result is a JSON-serializable report,
-    which `tables.report_text` formats.
+    trained. If `precision` is ``both``, each job runs in fp32 and in bf16. A job is not compared with a plain loop if
+    `trainer.cache_features` or `trainer.prefix` changes how its frozen part is computed. The parameters are the options
+    of the command. The result is a JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
         UserError: If a job is unknown, or images or settings cannot be used.
     """
     configs = {}
-    for job in jobs:
+    precisions = precisions_of(precision)
+    for job, dtype in itertools.product(jobs, precisions):
         default = job == DEFAULT_JOB
         batch = batch_size or (None if default else 8)
         accelerator = "cpu" if torch.device(device).type == "cpu" else "gpu"
@@ -108,9 +110,9 @@ def measure_loops(
         overrides += ["data.num_workers=0", "trainer.epochs=1000", "trainer.limit_eval_batches=1"]
         overrides += [] if default else ["method=full"]
         overrides += [] if batch is None else [f"data.batch_size={batch}"]
-        overrides += [f"trainer.accelerator={accelerator}", f"trainer.precision={precision}"]
+        overrides += [f"trainer.accelerator={accelerator}", f"trainer.precision={dtype}"]
         overrides += settings
-        configs[job] = configure(None if default else job, overrides)
+        configs[in_precision(job, dtype, precisions)] = configure(None if default else job, overrides)
     for config in configs.values():
         if not kind_of(config).fixed_batches:
             raise UserError(f"task={config.task}: bench loop can only time image classifiers. Use bench step.")

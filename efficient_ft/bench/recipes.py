@@ -104,18 +104,33 @@ def parse_recipes(texts: Sequence[str], conf: Path) -> list[Recipe]:
     return recipes
 
 
+#: Name of the two precisions that a benchmark compares.
+BOTH = "both"
+
+
+def precisions_of(dtype: str) -> tuple[str, ...]:
+    """Return the precisions of ``--dtype``: fp32 and bf16 for `BOTH`, or only `dtype`."""
+    return ("fp32", "bf16") if dtype == BOTH else (dtype,)
+
+
+def in_precision(name: str, precision: str, precisions: Sequence[str]) -> str:
+    """Return the name of a row: `name` in the first of the measured precisions, or `name` followed by `precision`."""
+    return name if precision == precisions[0] else f"{name} {precision}"
+
+
 def in_both_precisions(recipes: Sequence[Recipe]) -> list[Recipe]:
     """Return each recipe twice, in fp32 and in bf16. The names of the latter end with ``bf16``.
 
     A recipe whose settings contain ``trainer.precision`` is returned once, with its own name.
     """
     fixed = [recipe for recipe in recipes if any(word.startswith("trainer.precision=") for word in recipe.overrides)]
-    both = []
-    for precision in ("fp32", "bf16"):
-        for recipe in recipes:
-            if recipe not in fixed:
-                name = recipe.name if precision == "fp32" else f"{recipe.name} {precision}"
-                both.append(Recipe(name, (*recipe.overrides, f"trainer.precision={precision}")))
+    precisions = precisions_of(BOTH)
+    both = [
+        Recipe(in_precision(one.name, precision, precisions), (*one.overrides, f"trainer.precision={precision}"))
+        for precision in precisions
+        for one in recipes
+        if one not in fixed
+    ]
     return [*both, *fixed]
 
 

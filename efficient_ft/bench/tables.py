@@ -184,11 +184,12 @@ def _layer(report: Mapping[str, Any], table_of: _Format) -> str:
         title = f"{shape}, batch {report['batch']}, {settings}; baseline: exact"
         texts.append(f"{paragraph(title)}\n{table_of(columns)}")
         if all("profile" in of for of in functions.values()):
-            texts.append(_layer_profile(report["peak_flops_per_second"], functions))
+            texts.append(_layer_profile(functions))
     return "\n\n".join(texts)
 
 
-def _layer_profile(peak: float, functions: Mapping[str, Any]) -> str:
+def _layer_profile(functions: Mapping[str, Any]) -> str:
+    peak = functions["exact"]["profile"]["peak_flops_per_second"]
     rows = [["function", "products ms", "GFLOP/s", "passes ms", "rest ms", "calls"]]
     for name, of in functions.items():
         profile = of["profile"]

@@ -60,26 +60,50 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
 
 
 def cells(file: str, name: str, columns: str) -> list[str]:
-    """Return the cells of one recipe for the given columns."""
-    return [COLUMNS[column][1](file, name) for column in columns.split()]
+    """Return the cells of one recipe for the given columns. ``COLUMN@bf16`` shows the same recipe in bf16."""
+    found = []
+    for column in columns.split():
+        what, _, precision = column.partition("@")
+        shown = records.in_bf16(file, name) if precision else name
+        found.append("–" if shown is None else COLUMNS[what][1](file, shown))
+    return found
 
 
 def headings(columns: str, batch: int = 0) -> list[str]:
     """Return the headings of the given columns."""
-    return [COLUMNS[column][0].format(batch=batch) for column in columns.split()]
+    words = []
+    for column in columns.split():
+        what, _, precision = column.partition("@")
+        words.append((f"{precision}: " if precision else "") + COLUMNS[what][0].format(batch=batch))
+    return words
+
+
+def measured(file: str, columns: str) -> str:
+    """Return the given columns without those in bf16 if the record contains only one precision."""
+    both = records.in_bf16(file, records.load(file).get("baseline", "")) is not None
+    return " ".join(column for column in columns.split() if both or "@" not in column)
 
 
 #: For each table name in a marker: the labels, the columns and the records of the table. If the records are empty, the
 #: marker specifies the record.
 TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "tokens": ("tokens", "both saved peak step time", ("tokens", "stacked")),
-    "methods-cost": ("methods", "parameters backward-mflop saved peak step time", ("methods",)),
-    "memory": ("memory", "saved peak step time cosine cosine-trained", ("memory",)),
-    "memory-process": ("memory_process", "saved counted growth growth-ratio time cosine-trained", ("memory_process",)),
+    "tokens": ("tokens", "both saved step time step@bf16 time@bf16 saved@bf16", ("tokens", "stacked")),
+    "methods-cost": ("methods", "parameters backward-mflop saved step time step@bf16 time@bf16", ("methods",)),
+    "memory": ("memory", "saved step time saved@bf16 step@bf16 time@bf16 cosine cosine-trained", ("memory",)),
+    "memory-process": (
+        "memory_process",
+        "saved counted growth-ratio time saved@bf16 counted@bf16 growth-ratio@bf16 time@bf16 cosine-trained",
+        ("memory_process",),
+    ),
     "memory-gpu": ("memory_gpu", "step time peak", ()),
     "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
     "gradient": ("gradient", "saved error cosine-mean cosine-range", ()),
-    "low-rank-step": ("low_rank", "backward-mflop backward-step backward-exact step step-exact saved-batch", ()),
+    "low-rank-step": (
+        "low_rank",
+        "backward-mflop backward-step backward-exact step step-exact backward-step@bf16 backward-exact@bf16 step@bf16"
+        " step-exact@bf16 saved-batch",
+        (),
+    ),
 }
 
 
@@ -87,6 +111,7 @@ def recipes(table_name: str, *files: str) -> str:
     """Return a table that `TABLES` defines. The row of the baseline ``full`` is taken only from the first record."""
     labels, columns, own = TABLES[table_name]
     files, shown = own or files, LABELS[labels]
+    columns = measured(files[0], columns)
     of = [(file, name) for file in files for name in records.load(file)["recipes"] if name in shown]
     rows = [[shown[name], *cells(file, name, columns)] for file, name in of if file == files[0] or name != "full"]
     return table(["recipe", *headings(columns, records.load(files[0])["batch"])], rows)
@@ -109,7 +134,7 @@ def counted(model: str) -> str:
 
 
 #: Columns that show counted costs, and columns that show measured costs.
-COUNTED, MEASURED = "parameters forward backward saved peak", "step time saved peak"
+COUNTED, MEASURED = "parameters forward backward saved peak", "step time step@bf16 time@bf16 saved peak"
 
 
 def counted_rows(model: str, names: Sequence[str] | None = None) -> list[list[str]]:

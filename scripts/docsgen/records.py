@@ -87,10 +87,19 @@ def rounds(file: str) -> int:
     return len(next(iter(rows.values()))["measured"]["step"]["seconds"])
 
 
+def in_bf16(file: str, name: str) -> str | None:
+    """Return the name of the same recipe in bf16, or None if the record contains only one precision."""
+    other = f"{name} bf16"
+    return other if file != "counted" and other in load(file)["recipes"] else None
+
+
 def time(file: str, name: str, part: str = "step", baseline: str | None = None) -> float:
-    """Return the median ratio of the time to the time of the baseline in the same round. Values below 1 are faster."""
+    """Return the median ratio of the time to the time of the baseline in the same round. Values below 1 are faster.
+
+    By default, the baseline has the same precision as the recipe.
+    """
     of = load(file)["recipes"]
-    base = of[baseline or load(file)["baseline"]]["measured"][part]["seconds"]
+    base = of[baseline or of[name].get("baseline") or load(file)["baseline"]]["measured"][part]["seconds"]
     own = of[name]["measured"][part]["seconds"]
     return statistics.median([a / b for a, b in zip(own, base, strict=True)])
 
@@ -115,6 +124,8 @@ def conditions(file: str) -> str:
         f" using {markdown.listed(facts)}."
     )
     text += f" {how or f'Times are medians of {rounds(file)} rounds, and each round measures all variants in turn.'}"
+    if " and " in data.get("dtype", ""):
+        text += " Each ratio compares two recipes in the same precision."
     allocator = environment.get("allocator", "system")
     if on_cpu and allocator != "system":
         kept = allocator.startswith("keeping")

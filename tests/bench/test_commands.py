@@ -53,6 +53,13 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "allocator: system" in printed
 
 
+def test_one_layer_in_both_precisions(tmp_path: Path):
+    file = tmp_path / "layer.json"
+    run(*"layer --shape 24,40,7x7 --batch 2 --orders 2 --rounds 1 --warmup 1 --dtype both --json".split(), str(file))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert (report["dtype"], list(report["shapes"])) == ("fp32 and bf16", ["24,40,7x7", "24,40,7x7 bf16"])
+
+
 @pytest.mark.slow
 def test_steps_in_both_precisions_in_the_memory_format_of_runs(tmp_path: Path):
     file = tmp_path / "step.json"
@@ -199,7 +206,7 @@ def test_one_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: s
         assert profile["rate"] == pytest.approx(2 * of["backward_flops"] / profile["products"])
         assert min(profile[part] for part in ("products", "passes", "calls")) > 0
     assert shape["order 2"]["profile"]["calls"] > shape["exact"]["profile"]["calls"]
-    assert f"reaches {report['peak_flops_per_second'] / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
+    assert f"reaches {shape['exact']['profile']['peak_flops_per_second'] / 1e9:.0f} GFLOP/s" in capsys.readouterr().out
 
 
 @pytest.mark.slow

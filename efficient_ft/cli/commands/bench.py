@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from efficient_ft.bench.recipes import BOTH
 from efficient_ft.cli.exits import report_outcome
 from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.conf import CONF
@@ -34,8 +35,6 @@ PROG = "efficient-ft bench"
 #: Maximum number of threads per processor that ``--threads`` accepts.
 _THREADS_PER_PROCESSOR = 16
 
-#: Value of ``--dtype`` that measures each recipe in fp32 and in bf16.
-BOTH = "both"
 #: Recipes of ``bench step`` if none is given. The last recipe is timm's model in its own memory format.
 _DEFAULT_RECIPES = ("last_stage", "lbp_wht", "timm=last_stage:trainer.channels_last=false")
 #: Keys of a ``bench memory`` record whose values are included in the report of ``bench step``.
@@ -109,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
     # This hidden option is passed to the process that measures a single recipe.
     memory.add_argument("--alone", action="store_true", help=argparse.SUPPRESS)
 
-    layer = _add_kind(kinds, "layer", _layer, 30, "measure the exact and low-rank backward passes of a linear layer")
+    text = "measure the exact and low-rank backward passes of a linear layer"
+    layer = _add_kind(kinds, "layer", _layer, 30, text, both=True)
     shapes = "layer shape (default: the four layers in Table 5 of the LBP-WHT paper); repeat for more layers"
     layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
     layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
@@ -122,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
         "--layout", choices=("tokens", "map"), default="tokens", help="tokens: linear; map: 1×1 convolution"
     )
 
-    loop = _add_kind(kinds, "loop", _loop, 60, "compare the framework with a bare PyTorch loop")
+    loop = _add_kind(kinds, "loop", _loop, 60, "compare the framework with a bare PyTorch loop", both=True)
     jobs = "model in conf/model, or default (default: default and deit_small); repeat for more jobs"
     loop.add_argument("--job", action="append", metavar="NAME", help=jobs)
     loop.add_argument("--batch", type=count, help="batch size (default: 8, or the batch size of the default job)")
