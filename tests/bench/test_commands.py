@@ -55,7 +55,8 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_one_layer_in_both_precisions(tmp_path: Path):
     file = tmp_path / "layer.json"
-    run(*"layer --shape 24,40,7x7 --batch 2 --orders 2 --rounds 1 --warmup 1 --dtype both --json".split(), str(file))
+    arguments = "layer --shape 24,40,7x7 --batch 2 --orders 2 --rounds 1 --warmup 1 --dtype both --json"
+    run(*arguments.split(), str(file))
     report = json.loads(file.read_text(encoding="utf-8"))
     assert (report["dtype"], list(report["shapes"])) == ("fp32 and bf16", ["24,40,7x7", "24,40,7x7 bf16"])
 
