@@ -103,6 +103,7 @@ def check(model: str, size: int, batch: int, room: float, again: bool) -> dict[s
         base = _base_bytes()
         settings = ["model=timm", f"model.name={model}", f"model.image_size={size}", "model.pretrained=false"]
         settings += ["data=folder", "data.root=images", f"data.batch_size={batch}", "data.num_workers=0"]
+        settings += ["trainer.precision=fp32"]
         memory = round(base + room * 1e9)
         file = Path(folder) / "plan.json"
         ended = _run(["plan", *settings, f"memory={memory}B", "--json", str(file)], folder)

@@ -2,8 +2,8 @@
 
     python scripts/default_job.py --json benchmarks/default_job_cpu.json
 
-Each run is `efficient-ft seed=SEED` in a separate process, one at a time. Runs of this processor that are already in
-the file are not repeated.
+Each run is `efficient-ft trainer.precision=fp32 seed=SEED` in a separate process, one at a time. Runs of this processor
+that are already in the file are not repeated.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def run(seed: int, threads: int) -> dict[str, float]:
         ``test``, ``val``: accuracies of the exported weights, between 0 and 1; ``seconds`` of the whole process.
     """
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", "efficient_ft", f"seed={seed}", f"hydra.run.dir={place}/run"]
+        settings = ["trainer.precision=fp32", f"seed={seed}", f"hydra.run.dir={place}/run"]
+        command = [sys.executable, "-m", "efficient_ft", *settings]
         start = time.perf_counter()
         ended = subprocess.run(
             command,

@@ -103,7 +103,8 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
         Seconds since the training began and accuracy after each epoch; and the seconds of the whole process.
     """
     fixed = ["data=folder", "data.select_best_on=test", "data.num_workers=0", "cost.baseline=none"]
-    fixed += ["trainer.progress=false", f"trainer.cache_folder={place / 'features'}", "data.keep_decoded=off"]
+    fixed += ["trainer.precision=fp32", "trainer.progress=false"]
+    fixed += [f"trainer.cache_folder={place / 'features'}", "data.keep_decoded=off"]
     with tempfile.TemporaryDirectory(dir=place) as run:
         command = [sys.executable, "-m", "efficient_ft", *settings, *fixed, f"hydra.run.dir={run}"]
         start = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from efficient_ft.record.environment import cpu_name
+
 # Each run tests the same examples, so a new failure indicates a change. --hypothesis-profile=random draws new examples.
 settings.register_profile("same", derandomize=True, deadline=None)
 settings.register_profile("random", derandomize=False, deadline=None)
@@ -27,6 +31,19 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # required before the import of Triton
 
 REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True, scope="session")
+def without_measurements_of_the_processor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Store a relative time of bf16 (`training.precision`), so that neither tests nor subprocesses measure it."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "efficient_ft").mkdir()
+    (folder / "efficient_ft" / "precision.json").write_text(
+        json.dumps({f"{cpu_name()}, torch {torch.__version__}": 0.5})
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield
 
 
 def unwrapped(text: str) -> str:

@@ -246,7 +246,9 @@ class TrainerConfig(Section):
     epochs: Count
     #: Maximum number of optimizer steps, or -1 for no limit.
     max_steps: Annotated[int, Field(ge=-1)] = -1
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    #: Precision of training. With ``auto``, a run uses bf16 on processors and GPUs with bf16 units, and fp32 on other
+    #: devices. See `training.precision`.
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     #: Number of processes on each node, or ``auto`` for one process per GPU.
     devices: Count | Literal["auto"] = 1
@@ -359,6 +361,23 @@ class Config(Section):
 
     #: Settings of the options that the command line selects (model=, data=, ...), or None if there are none.
     _options: dict[str, Any] | None = PrivateAttr(default=None)
+    #: The value of `trainer.precision` before `with_precision`, or None.
+    _given_precision: str | None = PrivateAttr(default=None)
+
+    @property
+    def given_precision(self) -> str:
+        """The value of `trainer.precision` before `with_precision`, e.g. ``auto``."""
+        return self._given_precision or self.trainer.precision
+
+    def with_precision(self, precision: str) -> Config:
+        """Return a copy in which `trainer.precision` is the precision that was selected for ``auto``.
+
+        Dumps and the fingerprint of the copy still contain the given value, so that the identity of a run does not
+        depend on the machine.
+        """
+        copy = self.model_copy(update={"trainer": self.trainer.model_copy(update={"precision": precision})})
+        copy._given_precision = self.given_precision
+        return copy
 
     def with_options(self, options: dict[str, Any] | None) -> Config:
         """Return a copy that also stores the settings of the options that the command line selects (e.g. ``model=``).
@@ -372,7 +391,7 @@ class Config(Section):
     def changed(self) -> dict[str, Any]:
         """Return the settings that differ from the selected options or the schema's defaults, keyed by full name."""
         options = {} if self._options is None else flatten(self._options)
-        given = flatten(self.model_dump(mode="json", exclude_defaults=True))
+        given = flatten(self.with_precision(self.given_precision).model_dump(mode="json", exclude_defaults=True))
         return {
             name: value
             for name, value in flatten(self.model_dump(mode="json")).items()
@@ -381,11 +400,13 @@ class Config(Section):
         }
 
     @model_serializer(mode="wrap")
-    def _without_empty_tasks(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Remove `tasks` from the configuration of a run on one data set."""
+    def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Remove `tasks` from the configuration of a run on one data set, and write the given precision."""
         plain: dict[str, Any] = write(self)
         if not self.tasks:
             plain.pop("tasks", None)
+        if self._given_precision is not None and "precision" in plain.get("trainer", {}):
+            plain["trainer"]["precision"] = self._given_precision
         return plain
 
 

@@ -36,6 +36,7 @@ from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import run_length
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
+from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.trainer import on_device
 
 #: Function that returns the checked configuration of a run. The argument is a list of settings, as on the command line.
@@ -170,6 +171,8 @@ def make_plan(
     began, seconds, memory_bytes = clock.perf_counter(), limits.planning_seconds, limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
     device = on_device(base)
+    base = resolve_precision(base, device)
+    precision = base.trainer.precision
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
     steps = None
@@ -181,7 +184,7 @@ def make_plan(
     counts = [class_count(data) for data in data_configs(base)]
     planner = _Planner(
         settings=[word for word in settings if not (chosen and word.startswith("method="))],
-        configure=configure,
+        configure=lambda words: configure(words).with_precision(precision),
         base=base,
         device=device,
         chosen=bool(chosen),
@@ -418,7 +421,7 @@ class _Planner:
             self.say(f"trying {best.name}")
             release_freed_memory()
             try:
-                trial = attempt(best.arguments, self.counter.classes, _TRIAL)
+                trial = attempt(self._with_precision(best.arguments), self.counter.classes, _TRIAL)
             except UserError as error:
                 refused.append(Excluded(best.name, f"the trial failed: {first_line(error)}"))
                 options = [option for option in options if option != best]
@@ -437,6 +440,11 @@ class _Planner:
             refused += [self.above_budget(option) for option in over]
             options = [option for option in options if option not in over]
         return None, options, refused
+
+    def _with_precision(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments of a recipe with the precision that was selected for the plan."""
+        own = [word for word in arguments if not word.startswith("trainer.precision=")]
+        return [*own, f"trainer.precision={self.base.trainer.precision}"]
 
     def above_budget(self, option: Option) -> Excluded:
         """Convert an option that exceeds the budget to an excluded recipe."""

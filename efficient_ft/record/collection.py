@@ -36,7 +36,8 @@ class Run:
             of the run.
         path: path of the run folder.
         group: key that is equal for runs that differ only in their seed. Runs on different images have different keys,
-            even if only the resolution of a data set differs.
+            even if only the resolution of a data set differs. Runs with ``trainer.precision=auto`` that used different
+            precisions also have different keys.
     """
 
     folder: str
@@ -47,8 +48,8 @@ class Run:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """Return a dict from the full names of the settings to their values."""
-        return flatten(self.config.model_dump(mode="json"))
+        """Return a dict from the full names of the settings to their values, with the precision that the run used."""
+        return flatten(self.config.model_dump(mode="json")) | {"trainer.precision": self.config.trainer.precision}
 
     @property
     def method(self) -> str:
@@ -157,8 +158,11 @@ def write_tables(collection: Collection, path: Path) -> list[Path]:
 
 def _run(name: str, path: Path, found: Results) -> Run:
     config = check(found["config"])
+    if config.trainer.precision == "auto":
+        config = config.with_precision(found["environment"].get("precision", "auto"))
     settings = fingerprint(config.model_copy(update={"seed": 0}))
-    return Run(name, path, found, config, f"{settings} {images_digest(found['data'])}")
+    group = f"{settings},{config.trainer.precision} {images_digest(found['data'])}"
+    return Run(name, path, found, config, group)
 
 
 #: Functions that return the value of a column for the results of a run: accuracies in percent, costs per image, totals.

@@ -12,7 +12,6 @@ import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.record.collection import NUMBERS, Collection, Run, groups, varying
-from efficient_ft.record.results import flatten
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
@@ -79,7 +78,7 @@ def _mean(runs: Sequence[Run], of: Callable[[Run], float]) -> float:
     other = next((run for run in runs if run.group != runs[0].group), None)
     if other is not None:
         names = ("model.name", "data.name", *varying([runs[0], other]))
-        one, two = (flatten(run.config.model_dump(mode="json")) for run in (runs[0], other))
+        one, two = runs[0].settings, other.settings
         differs = [f"{name} ({one.get(name)}, {two.get(name)})" for name in names if one.get(name) != two.get(name)]
         raise UserError(
             f"The runs {runs[0].folder} and {other.folder} would be one point of this figure, but differ in"

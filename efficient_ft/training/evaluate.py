@@ -21,12 +21,15 @@ from efficient_ft.training.kinds.base import Evaluated, RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
 from efficient_ft.training.output.console import say
+from efficient_ft.training.precision import resolve_precision
+from efficient_ft.training.trainer import on_device
 
 
 def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     """Evaluate the best weights of a run on all splits except the training split, and print and return the metrics.
 
-    RUN/config.yaml determines the data, splits, model and methods. `config` may change the image folder, the settings
+    RUN/config.yaml determines the data, splits, model and methods. With ``trainer.precision=auto``, the evaluation uses
+    the precision of the run. `config` may change the image folder, the settings
     for loading images, `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. `config` may also
     name a different data set with the same classes. Settings that evaluation does not use (e.g. `optim`) are ignored.
 
@@ -55,6 +58,7 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
             " with images of the same classes."
         )
     say(summary_text(summaries(images)))
+    config = resolve_precision(config, on_device(config), run)
     kind = kind_of(config)
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     result = kind.evaluate(config, trained.model, images, trainer.strategy.root_device)

@@ -73,7 +73,12 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         "arguments": list(arguments),
         "changed": config.changed(),
         "config": config.model_dump(mode="json"),
-        "environment": environment(device, packages=("torch", "timm", "lightning"), allocator=allocator_in_use()),
+        "environment": environment(
+            device,
+            packages=("torch", "timm", "lightning"),
+            allocator=allocator_in_use(),
+            precision=config.trainer.precision,
+        ),
     }
     _add_parts(results, run, fitted)
     _add_memory(results, run, fitted, predicted)

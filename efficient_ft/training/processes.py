@@ -111,12 +111,17 @@ def _disconnect() -> None:
         dist.destroy_process_group()
 
 
+def is_connected() -> bool:
+    """Return True if this process is connected to the other processes of the run."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def from_first(value: Any = None) -> Any:
     """Broadcast `value` from the first process, and return it. All processes must call this function.
 
     If there is only one process, `value` is returned unchanged.
     """
-    if not (dist.is_available() and dist.is_initialized()):
+    if not is_connected():
         return value
     held = [value]
     dist.broadcast_object_list(held, src=0)

@@ -1,8 +1,8 @@
 """Execute one run with a checked configuration: train, evaluate, or count the cost.
 
 The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `metrics.csv`, `step_stats.jsonl`,
-`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. The folder of a finished run also contains
-`results.json`.
+`checkpoint.ckpt`, the previous checkpoint, and `model.safetensors`. With ``trainer.precision=auto``, `precision.json`
+contains the selected precision. The folder of a finished run also contains `results.json`.
 
 `model.safetensors` contains the weights of the epoch with the highest accuracy on the split `data.select_best_on`,
 because the papers report that epoch. With several tasks, epochs are compared by their mean accuracy. The checkpoint
@@ -32,7 +32,7 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import require_within_budget
 from efficient_ft.training.memory.out_of_memory import out_of_memory
 from efficient_ft.training.memory.watch import stop_from_now_on, within_budget
-from efficient_ft.training.output.console import quiet_lightning, results_text, say
+from efficient_ft.training.output.console import quiet_lightning, rank, results_text, say
 from efficient_ft.training.output.faults import faults_of_the_system
 from efficient_ft.training.output.folder import (
     CONTENTS,
@@ -44,6 +44,7 @@ from efficient_ft.training.output.folder import (
     refuse_other_images,
     refuse_split_run,
 )
+from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.processes import connect
 from efficient_ft.training.train import fit, prepare
 from efficient_ft.training.trainer import on_device
@@ -80,7 +81,7 @@ def run(
 def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable[[], None]) -> dict[str, Any]:
     if config.cost_only:
         with single_values():
-            return cost_only(config)
+            return cost_only(resolve_precision(config, on_device(config)))
     if config.evaluate is not None:
         return dict(evaluate(Path(config.evaluate), config))
 
@@ -100,6 +101,9 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
     missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
+    # With resume=never, the first process moves an earlier run out of the folder before other processes start.
+    kept = folder if config.resume == "auto" or rank() > 0 else None
+    config = resolve_precision(config, on_device(config), kept)
     with faults_of_the_system(folder, lambda: False), single_values():
         data, predicted = None, None
         if config.memory is not None:

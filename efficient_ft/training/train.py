@@ -55,8 +55,9 @@ from efficient_ft.training.output.folder import (
     run_id,
 )
 from efficient_ft.training.output.loggers import close_loggers, start_loggers
+from efficient_ft.training.precision import precision_note
 from efficient_ft.training.processes import from_first, same_start, world_size
-from efficient_ft.training.trainer import build_trainer, use_channels_last
+from efficient_ft.training.trainer import build_trainer, on_device, use_channels_last
 
 #: Mapping from `Trainer.received_sigterm` to the signal that Lightning handled.
 _LIGHTNINGS = {True: signal.SIGTERM, False: signal.SIGINT}
@@ -132,7 +133,8 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     kind.check_network(network, data)
     methods = build_methods(config)
     kind.refuse_methods(methods)
-    held.begin(config, {IMAGES: digest, CONTENTS: json_text(contents.record())}, begun)
+    notes = {IMAGES: digest, CONTENTS: json_text(contents.record()), **precision_note(config, on_device(config))}
+    held.begin(config, notes, begun)
     from_first()  # the other processes wait until the first one has prepared the folder
     return Training(config, held, kind, data, understood, network, methods, before_model)
 

@@ -17,6 +17,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.record.environment import device_name
 from efficient_ft.training.output import checkpoint
+from efficient_ft.training.precision import bf16_is_emulated
 from efficient_ft.training.processes import environment, world_size
 
 log = logging.getLogger(__name__)
@@ -74,20 +75,11 @@ def build_trainer(
     device = trainer.strategy.root_device
     if options.precision == "bf16" and trainer.is_global_zero and bf16_is_emulated(device):
         log.warning(
-            "trainer.precision=bf16: the device %s has no bfloat16 instructions, so PyTorch emulates them. Steps can"
-            " take much longer than with fp32 (16 times as long for DeiT-Tiny on an AMD EPYC with AVX2).",
+            "The run trains in bf16, but the device %s has no bfloat16 instructions, so PyTorch emulates them. Steps"
+            " can take much longer than with fp32 (16 times as long for DeiT-Tiny on an AMD EPYC with AVX2).",
             device_name(device),
         )
     return trainer
-
-
-def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if PyTorch reports that it emulates bfloat16. Only CUDA and CPUs with oneDNN report emulation."""
-    if device.type == "cuda":
-        return not torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type == "cpu" and torch.backends.mkldnn.is_available():
-        return not torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return False
 
 
 def use_channels_last(config: Config, device: torch.device) -> bool:

@@ -80,7 +80,7 @@ from tests.conftest import unwrapped
         (["model=timm"], r"^model\.name must be a non-empty string, got nothing\. .* Pass model\.name=VALUE\.$"),
         (["optim.lr=abc"], r"^optim\.lr must be a number >= 1e-12, got abc\.$"),
         (["optim.lr=-1"], r"^optim\.lr must be a number >= 1e-12, got -1\.$"),
-        (["trainer.precision=fp8"], r"^trainer\.precision must be one of fp32, bf16, fp16, got fp8\.$"),
+        (["trainer.precision=fp8"], r"^trainer\.precision must be one of auto, fp32, bf16, fp16, got fp8\.$"),
         (
             ["optim.momentum=.5"],
             r"^optim\.momentum must be left out with optim=adamw, got 0\.5\. The setting applies only to optim=sgd\.$",

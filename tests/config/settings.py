@@ -10,7 +10,7 @@ PLAIN: dict[str, Any] = {
     "data": {"name": "cifar10", "root": "./data"},
     "method": {"full": None},
     "optim": {"name": "adamw", "lr": 1e-3, "weight_decay": 0.0, "grad_clip_norm": None},
-    "trainer": {"epochs": 2},
+    "trainer": {"epochs": 2, "precision": "fp32"},
 }
 
 

@@ -32,7 +32,7 @@ def refused(plain: dict[str, Any]) -> SettingError:
         ("trainer__epochs", "???",
          "trainer.epochs must be an integer >= 1, got nothing. The setting has no default. Pass trainer.epochs=VALUE."),
         ("trainer__progress", "yes", "trainer.progress must be true or false, got yes."),
-        ("trainer__precision", "fp8", "trainer.precision must be one of fp32, bf16, fp16, got fp8."),
+        ("trainer__precision", "fp8", "trainer.precision must be one of auto, fp32, bf16, fp16, got fp8."),
         ("trainer__strategy", "fsdp",
          "trainer.strategy must be auto or ddp, got fsdp. This strategy shards each parameter over the processes"),
         ("trainer__strategy", "deepspeed_stage_2", "trainer.strategy must be auto or ddp, got deepspeed_stage_2."),

@@ -12,7 +12,7 @@ from efficient_ft.planning import Limits, Plan, make_plan
 from efficient_ft.planning.candidates import candidates
 
 #: A small network on the digits, which require no files.
-SETTINGS = ("model=vit_digits", "data=digits", "data.num_workers=0", "trainer.max_steps=5")
+SETTINGS = ("model=vit_digits", "data=digits", "data.num_workers=0", "trainer.max_steps=5", "trainer.precision=fp32")
 
 
 def configure(settings: Sequence[str]) -> Config:

@@ -132,6 +132,7 @@ def drawn(draw: random.Random, task: str, folder: Path) -> list[str]:
         f"trainer.grad_accum_steps={min(draw.choice((1, 1, 2)), batches)}",
         "trainer.epochs=1",
         "trainer.max_steps=3",
+        "trainer.precision=fp32",
         "trainer.accelerator=cpu",
         "trainer.progress=false",
         "optim.warmup_steps=null",

@@ -24,8 +24,9 @@ from efficient_ft.core.errors import UserError
 #: Settings of the smallest run: a network with random weights on a CPU, without a baseline cost.
 _SMALL = (
     "model=vit_digits", "+model.kwargs.depth=1", "+model.kwargs.embed_dim=16", "+model.kwargs.num_heads=2",
-    "model.frozen_bn=false", "data.batch_size=2", "trainer.accelerator=cpu", "trainer.progress=false",
-    "trainer.epochs=1000000", "trainer.limit_eval_batches=1", "cost.baseline=none", "cost.steps=1",
+    "model.frozen_bn=false", "data.batch_size=2", "trainer.precision=fp32", "trainer.accelerator=cpu",
+    "trainer.progress=false", "trainer.epochs=1000000", "trainer.limit_eval_batches=1", "cost.baseline=none",
+    "cost.steps=1",
 )  # fmt: skip
 #: Number of classes of the data set of many files.
 _CLASSES = 1000

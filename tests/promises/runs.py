@@ -79,7 +79,7 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
             "label_smoothing": 0.0,
             "grad_clip_norm": 1.0,
         },
-        "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
+        "trainer": {"epochs": 2, "precision": "fp32", "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }
     return with_changes(plain, **changes)
@@ -102,8 +102,9 @@ def arguments(images: Path, run: Path, *more: str) -> list[str]:
         "data=folder", f"data.root={images}", "data.batch_size=24", "data.num_workers=0", "data.val_fraction=0.25",
         "data.keep_decoded=off", "+model.kwargs.depth=2", "+model.kwargs.embed_dim=16",
         "+model.kwargs.num_heads=2", "model.frozen_bn=false",
-        "method=full", "trainer.epochs=2", "trainer.accelerator=cpu", "trainer.progress=false", "cost.baseline=none",
-        "optim.warmup_steps=null", "cost.steps=1", "allocator=keep", f"hydra.run.dir={run}",
+        "method=full", "trainer.epochs=2", "trainer.precision=fp32", "trainer.accelerator=cpu",
+        "trainer.progress=false", "cost.baseline=none", "optim.warmup_steps=null", "cost.steps=1", "allocator=keep",
+        f"hydra.run.dir={run}",
     ]  # fmt: skip
     return list(merged(*own, *more))
 

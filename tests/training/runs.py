@@ -74,7 +74,7 @@ def plain_config(**changes: Any) -> dict[str, Any]:
         },
         "method": {"full": {}},
         "optim": {"name": "adamw", "lr": 1e-2, "weight_decay": 0.05, "label_smoothing": 0.0, "grad_clip_norm": 1.0},
-        "trainer": {"epochs": 2, "accelerator": "cpu", "progress": False},
+        "trainer": {"epochs": 2, "precision": "fp32", "accelerator": "cpu", "progress": False},
         "cost": {"baseline": "none", "steps": 1},
     }
     return with_changes(plain, **changes)

@@ -19,6 +19,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.trainer import on_device, use_channels_last
 
 
@@ -38,10 +39,11 @@ def fill_features(config: Config) -> RunFeatures:
     missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
+    device = on_device(config)
+    config = resolve_precision(config, device)
     L.seed_everything(config.seed, verbose=False)  # use the same random weights as the run
     images: Any = kind_of(config).open(config, factory.input_of(config.model))
     network = kind.network(config.model, images.num_classes)
-    device = on_device(config)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
     session = MethodSession(network, build_methods(config), config.model.frozen_bn).apply()

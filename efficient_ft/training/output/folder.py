@@ -25,6 +25,7 @@ from efficient_ft.record import config_file, results, step_stats
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import flatten
+from efficient_ft.training import precision
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.output.console import rank, say
 
@@ -39,7 +40,7 @@ RECORD, LOGS = ".hydra", ("train.log",)
 #: Names of files that exist only if a run was started in the folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: Names of the files that a run writes. If a folder has one of these names, the run is rejected before training.
-_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, f"{checkpoint.NAME}.prev")
+_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, precision.NAME, f"{checkpoint.NAME}.prev")
 #: Files and folders to which a run appends. Links with these names are rejected. Other files replace links.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 
@@ -171,7 +172,8 @@ class RunFolder:
 
     def _small(self) -> list[Path]:
         """Return the paths of the files that are written before the first step."""
-        named = [self.path / name for name in (config_file.NAME, IMAGES, CONTENTS, checkpoint.RUN_ID, *LOGS)]
+        names = (config_file.NAME, IMAGES, CONTENTS, precision.NAME, checkpoint.RUN_ID, *LOGS)
+        named = [self.path / name for name in names]
         return [*named, *(self.path / RECORD).glob("*")]
 
     def _move_away(self) -> None:

@@ -1,0 +1,321 @@
+"""Tests of ``trainer.precision=auto``: the selected precision, its record, resumed runs, and evaluations."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.config import Config, check, fingerprint
+from efficient_ft.core.errors import UserError
+from efficient_ft.record import config_file
+from efficient_ft.record.collection import collect, groups, varying
+from efficient_ft.training import precision
+from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.precision import choose_precision, resolve_precision
+from efficient_ft.training.run import run
+from tests.config.settings import with_settings
+from tests.conftest import REPOSITORY, unwrapped
+from tests.training.runs import interrupted_at, plain_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """Use an empty cache folder, and fail if a test measures without replacing the measurement."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(precision, "measured_time", lambda: pytest.fail("the processor must not be measured"))
+
+
+@pytest.fixture
+def units(monkeypatch):
+    """Return a function that sets whether devices have bf16 units, and the relative time of bf16."""
+
+    def set_units(present: bool, ratio: float = 0.5) -> None:
+        monkeypatch.setattr(precision, "has_bf16_units", lambda device: present)
+        monkeypatch.setattr(precision, "relative_time", lambda: ratio)
+
+    return set_units
+
+
+@pytest.fixture
+def precisions(monkeypatch):
+    """Return the list of the dtypes in which the first layer of each forward pass computes."""
+    seen = []
+    forward = nn.Linear.forward
+
+    def noted(self, x):
+        y = forward(self, x)
+        seen.append(y.dtype)
+        return y
+
+    monkeypatch.setattr(nn.Linear, "forward", noted)
+    return seen
+
+
+def auto(**changes) -> Config:
+    return check(plain_config(trainer__precision="auto", trainer__max_steps=4, **changes))
+
+
+def printed(capsys) -> list[str]:
+    """Return the printed lines about the precision."""
+    return [line for line in unwrapped(capsys.readouterr().out).splitlines() if line.startswith("Precision:")]
+
+
+# ---------------------------------------------------------------------------------------------------- the selection
+@pytest.mark.parametrize(
+    ("device", "present", "ratio", "selected", "reason"),
+    [
+        ("cpu", True, 0.4, "bf16", "autocast; the processor has bf16 instructions"),
+        ("cpu", True, 1.05, "bf16", "autocast; the processor has bf16 instructions"),
+        ("cpu", True, 1.6, "fp32", "bf16 takes 1.60× the time of fp32 on this processor"),
+        ("cpu", False, 0.4, "fp32", "the processor has no bf16 instructions"),
+        ("cuda", True, 1.6, "bf16", "autocast; the GPU has bf16 instructions"),
+        ("cuda", False, 0.4, "fp32", "the GPU has no bf16 instructions"),
+        ("mps", True, 0.4, "fp32", "trainer.precision=auto does not use bf16 on mps"),
+    ],
+)
+def test_the_units_select_the_precision_and_the_measurement_can_only_reject_bf16(
+    units, device, present, ratio, selected, reason
+):
+    units(present, ratio)
+    assert choose_precision(torch.device(device))[:2] == (selected, reason)
+
+
+@pytest.mark.parametrize(
+    ("machine", "onednn", "instructions", "expected"),
+    [
+        ("x86_64", True, True, True),
+        ("x86_64", True, False, False),  # AVX-512 without its bf16 instructions
+        ("AMD64", True, False, False),
+        ("x86_64", False, False, False),
+        ("aarch64", True, False, True),
+        ("arm64", False, False, False),
+    ],
+)
+def test_the_flags_of_a_processor(monkeypatch, machine, onednn, instructions, expected):
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
+    assert precision.has_bf16_units(CPU) is expected
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert not precision.has_bf16_units(CPU)
+
+
+def test_a_gpu_that_emulates_bf16_has_no_units(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
+    assert not precision.has_bf16_units(torch.device("cuda"))
+    assert precision.bf16_is_emulated(torch.device("cuda"))
+    assert not precision.bf16_is_emulated(torch.device("mps"))
+
+
+# ------------------------------------------------------------------------------------------------- the measurement
+def test_the_measurement_is_short_and_draws_no_random_numbers(monkeypatch):
+    monkeypatch.undo()
+    state, start = torch.get_rng_state(), time.process_time()
+    assert precision.measured_time() > 0
+    assert time.process_time() - start < 5
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"other": 0.3}', "\udc80"])
+def test_the_time_is_measured_once_and_a_damaged_cache_is_replaced(monkeypatch, content):
+    times = iter([0.4, 0.9])
+    monkeypatch.setattr(precision, "measured_time", lambda: next(times))
+    if content is not None:
+        precision.cache_file().parent.mkdir(parents=True)
+        precision.cache_file().write_bytes(content.encode(errors="surrogateescape"))
+    assert [precision.relative_time() for _ in range(2)] == [0.4, 0.4]
+    stored = json.loads(precision.cache_file().read_text())
+    assert list(stored.values())[-1] == 0.4
+    assert ("other" in stored) == ("other" in (content or ""))
+
+
+@pytest.mark.parametrize("value", ["fast", None, 0.0, -1.0, float("nan"), float("inf"), True])
+def test_a_damaged_time_is_measured_again(monkeypatch, value):
+    monkeypatch.setattr(precision, "measured_time", lambda: 0.4)
+    precision.relative_time()
+    (key,) = json.loads(precision.cache_file().read_text())
+    assert torch.__version__ in key
+    precision.cache_file().write_text(json.dumps({key: value}))
+    assert precision.relative_time() == 0.4
+    assert json.loads(precision.cache_file().read_text()) == {key: 0.4}
+
+
+def test_without_a_writable_cache_the_time_is_measured(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(precision, "measured_time", lambda: 0.4)
+    assert precision.relative_time() == 0.4
+
+
+def test_nothing_is_measured_without_units(monkeypatch):
+    monkeypatch.setattr(precision, "has_bf16_units", lambda device: False)
+    assert choose_precision(CPU).precision == "fp32"
+
+
+# ------------------------------------------------------------------------------------------------ the configuration
+def test_the_identity_contains_auto_and_the_run_the_selected_precision(units):
+    config = check(with_settings(trainer__precision="auto"))
+    units(True)
+    selected = resolve_precision(config, CPU)
+    assert (selected.trainer.precision, selected.given_precision) == ("bf16", "auto")
+    assert selected.model_dump(mode="json") == config.model_dump(mode="json")
+    assert selected.changed() == config.changed()
+    assert fingerprint(selected) == fingerprint(config)
+    assert fingerprint(config) != fingerprint(check(with_settings(trainer__precision="bf16")))
+    copy = selected.model_copy(update={"seed": 1})
+    assert (copy.trainer.precision, copy.given_precision) == ("bf16", "auto")
+
+
+def test_auto_is_the_default_and_a_recipe_names_its_own_precision(units):
+    assert configured(()).trainer.precision == "auto"
+    assert check(with_settings(trainer={"epochs": 2})).trainer.precision == "auto"
+    for recipe, named in (("lbp_wht/cifar10", "fp32"), ("alast/cifar100", "bf16")):
+        config = configured(("model=deit_tiny", "data=cifar100", f"recipe={recipe}"))
+        units(named == "fp32")
+        assert resolve_precision(config, CPU).trainer.precision == named
+
+
+# ------------------------------------------------------------------------------------------------------------- runs
+@pytest.mark.parametrize("selected", ["bf16", "fp32"])
+def test_a_run_prints_and_records_its_precision(tmp_path, units, precisions, without_cost, capsys, selected):
+    units(selected == "bf16")
+    results = run(auto(), tmp_path)
+    assert set(precisions) == {torch.bfloat16 if selected == "bf16" else torch.float32}
+    (line,) = printed(capsys)
+    assert line.startswith(f"Precision: {selected} (")
+    assert ("trainer.precision=fp32 trains in fp32." in line) == (selected == "bf16")
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert results["environment"]["precision"] == selected
+    assert results["config"]["trainer"]["precision"] == "auto"
+    assert config_file.read_config(tmp_path).trainer.precision == "auto"
+    assert json.loads((tmp_path / precision.NAME).read_text())["precision"] == selected
+
+
+def test_a_given_precision_is_used_and_printed(tmp_path, units, precisions, without_cost, capsys):
+    units(True)
+    results = run(check(plain_config(trainer__max_steps=4)), tmp_path)
+    assert set(precisions) == {torch.float32}
+    assert printed(capsys) == ["Precision: fp32 (trainer.precision=fp32)."]
+    assert results["environment"]["precision"] == "fp32"
+    assert not (tmp_path / precision.NAME).exists()
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_resumed_run_keeps_its_precision_on_another_machine(
+    tmp_path, units, precisions, without_cost, capsys, caplog, first
+):
+    config, selected = auto(), "bf16" if first else "fp32"
+    units(first)
+    interrupted_at(2, config, tmp_path)
+    (line,) = printed(capsys)
+    units(not first)
+    caplog.clear()
+    results = run(config, tmp_path)
+    (line,) = printed(capsys)
+    assert line.startswith(f"Precision: {selected} (the run started in {selected} on ")
+    assert set(precisions) == {torch.bfloat16 if first else torch.float32}
+    assert results["environment"]["precision"] == selected
+    assert ("PyTorch emulates them" in caplog.text) is first
+
+
+def test_a_new_run_in_the_same_folder_selects_its_precision_again(tmp_path, units, without_cost):
+    units(True)
+    run(auto(), tmp_path / "run")
+    units(False)
+    results = run(auto(resume="never"), tmp_path / "run")
+    assert results["environment"]["precision"] == "fp32"
+    assert json.loads((tmp_path / "run" / precision.NAME).read_text())["precision"] == "fp32"
+    assert json.loads((tmp_path / "run.1" / precision.NAME).read_text())["precision"] == "bf16"
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"precision": "auto", "device": "a"}', '{"precision": "bf16"}'])
+def test_a_damaged_record_of_the_precision_is_rejected(tmp_path, units, content):
+    units(True)
+    (tmp_path / precision.NAME).write_text(content)
+    with pytest.raises(UserError, match=r"precision\.json is damaged\. Remove this file"):
+        run(auto(), tmp_path)
+
+
+def test_an_evaluation_uses_the_precision_of_the_run(tmp_path, units, precisions, without_cost, capsys):
+    units(True)
+    results = run(auto(), tmp_path)
+    units(False)
+    capsys.readouterr()
+    for changes, dtype in (({}, torch.bfloat16), ({"trainer__precision": "fp32"}, torch.float32)):
+        precisions.clear()
+        found = evaluate(tmp_path, check({**auto().model_dump(mode="json"), **_changed(changes)}))
+        assert set(precisions) == {dtype}
+        assert found["accuracy"] == pytest.approx(results["data"]["accuracy"], abs=0.02)
+    assert [line[:15] for line in printed(capsys)] == ["Precision: bf16", "Precision: fp32"]
+
+
+def _changed(changes):
+    return {"trainer": plain_config(trainer__max_steps=4, **{"trainer__precision": "auto", **changes})["trainer"]}
+
+
+def test_runs_with_different_precisions_are_not_averaged(tmp_path, units, without_cost):
+    for name, seed, present in (("a", 1, True), ("b", 2, False), ("c", 3, True)):
+        units(present)
+        run(auto(seed=seed), tmp_path / "runs" / name)
+    found = collect(tmp_path / "runs")
+    assert [[one.folder for one in group] for group in groups(found.runs)] == [["a", "c"], ["b"]]
+    assert varying(found.runs) == ["trainer.precision"]
+
+
+#: Runs PLAIN in FOLDER. Only the first process has bf16 units. Each process writes its precision next to the folder.
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from efficient_ft.config import check
+from efficient_ft.training import precision, run
+rank = os.environ.get("LOCAL_RANK", "0")
+precision.has_bf16_units = lambda device: rank == "0"
+precision.relative_time = lambda: 0.5
+def noted(*arguments, resolve=run.resolve_precision):
+    config = resolve(*arguments)
+    Path(sys.argv[2] + "_" + rank).write_text(config.trainer.precision)
+    return config
+run.resolve_precision = noted
+run.run(check(json.loads(sys.argv[1])), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.slow
+def test_the_first_process_selects_the_precision_of_all_processes(tmp_path):
+    """Lightning starts the second process, which would select fp32, after the first process has selected bf16."""
+    plain = plain_config(trainer__precision="auto", trainer__max_steps=2, trainer__devices=2, resume="never")
+    (tmp_path / "script.py").write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "script.py"), json.dumps(plain), str(tmp_path / "run")],
+        capture_output=True, text=True, timeout=600, env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert [(tmp_path / f"run_{rank}").read_text() for rank in range(2)] == ["bf16", "bf16"]
+    assert done.stdout.count("Precision:") == 1
+
+
+def test_connected_processes_receive_the_choice_of_the_first(monkeypatch, units):
+    units(False)
+    sent = []
+    monkeypatch.setattr(precision, "is_connected", lambda: True)
+    monkeypatch.setattr(precision, "rank", lambda: 1)
+    monkeypatch.setattr(
+        precision, "from_first", lambda value: sent.append(value) or precision.Choice("bf16", "as in the first")
+    )
+    config = check(with_settings(trainer__precision="auto"))
+    assert resolve_precision(config, CPU, Path("missing")).trainer.precision == "bf16"
+    assert sent == [None]
