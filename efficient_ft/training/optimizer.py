@@ -12,7 +12,7 @@ from torch import nn
 from efficient_ft.config import OptimConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
-from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
+from efficient_ft.optim import LowBitAdam, LowBitAdamW, StochasticRounding, step_in_backward
 
 #: If `optim.warmup_steps` is None, the warm-up takes a quarter of the run, but at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
@@ -59,10 +59,11 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
 
     The methods must already be applied to `network`. As in timm, norm parameters and biases have no weight decay, and
     layer decay gives deeper layers a higher learning rate. The learning rate of the classifier is multiplied by
-    `optim.head_lr_mult`. Fused kernels are used only in fp32.
+    `optim.head_lr_mult`. Fused kernels are not used in fp16.
 
     If `optim.state_bits` is less than 32, the moments are quantized in blocks (`optim.LowBitAdamW`). If
-    `optim.in_backward` is True, the parameters are updated during the backward pass (`optim.step_in_backward`).
+    `optim.in_backward` is True, the parameters are updated during the backward pass (`optim.step_in_backward`). If
+    weights are stored in bfloat16, their updates are rounded stochastically (`optim.StochasticRounding`).
 
     Raises:
         UserError: If no parameter requires gradients.
@@ -93,6 +94,8 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     for group in groups:
         group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)
     optimizer = _build(groups, optim, next(network.parameters()).device.type, precision)
+    if any(p.dtype == torch.bfloat16 for group in groups for p in group["params"]):
+        optimizer = StochasticRounding(optimizer)
     return step_in_backward(optimizer) if optim.in_backward else optimizer
 
 
@@ -100,9 +103,15 @@ def _build(groups: list[dict[str, Any]], optim: OptimConfig, device: str, precis
     if optim.state_bits < 32:
         low_bit = LowBitAdamW if optim.name == "adamw" else LowBitAdam
         return low_bit(groups, lr=optim.lr, betas=optim.betas, bits=optim.state_bits)
-    # Under autocast, Lightning cannot clip gradients of fused optimizers, which unscale fp16 gradients in each step.
-    fused = device in ("cpu", "cuda") and precision == "fp32"
+    # In fp16, Lightning cannot clip gradients of fused optimizers, which unscale the gradients in each step.
+    fused = device in ("cpu", "cuda") and precision != "fp16"
+    optimizer: torch.optim.Optimizer
     if optim.name == "sgd":
-        return SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
-    adam = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
-    return adam(groups, lr=optim.lr, betas=optim.betas, fused=fused)
+        optimizer = SGD(groups, lr=optim.lr, momentum=optim.momentum, fused=fused)
+    else:
+        adam = torch.optim.AdamW if optim.name == "adamw" else torch.optim.Adam
+        optimizer = adam(groups, lr=optim.lr, betas=optim.betas, fused=fused)
+    if fused:
+        # Gradients in fp32 and bf16 are not scaled. Without this change, Lightning does not clip them under autocast.
+        optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+    return optimizer
