@@ -140,6 +140,8 @@ def measure_steps(
                 step()
             steps[recipe.name] = step
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, network.num_classes))
+            if recipe.wrap is not None:
+                counts[recipe.name]["executed"]["saved_bytes"] = recipe.wrap(step) / network.batch_size
         first = {precision: name for name, precision in reversed(precisions.items())}
         baselines = {name: first[precision] for name, precision in precisions.items()}
         result = summary(alternate(calls, rounds, warmup), baselines)

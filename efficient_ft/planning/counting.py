@@ -46,7 +46,7 @@ class Counted:
     optimizer_bytes: int
     flops: float
     trainable: int
-    gradient_bytes: int
+    gradient_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
