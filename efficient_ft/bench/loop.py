@@ -22,6 +22,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import TrainingStep
 from efficient_ft.data import ImageData, class_count, missing_data
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.run import run
 
@@ -132,7 +133,8 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
     if as_it_is:
         classes = class_count(config.data)
         assert classes is not None, "missing images were reported before"
-        network, on_cpu = factory.random_model(config.model, classes), torch.device(device).type == "cpu"
+        network = store_weights(factory.random_model(config.model, classes), config.trainer.weight_dtype)
+        on_cpu = torch.device(device).type == "cpu"
         # On a CPU, both loops use channels-last memory, so that the memory format does not affect the comparison.
         bare = build_step(config, network, device, config.data.batch_size, channels_last=on_cpu)
     measured: Times = defaultdict(list)

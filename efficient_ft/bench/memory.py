@@ -18,6 +18,7 @@ from efficient_ft.bench.timing import waiter
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
 from efficient_ft.cost import StepMemory, TrainingStep, executed
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import use_channels_last
@@ -48,7 +49,7 @@ def measure_memory(
     config = configure(network.model, [f"optim={optim}", *network.overrides, *recipe.overrides])
 
     def prepare(place: torch.device | str) -> TrainingStep:
-        model = factory.random_model(config.model, network.num_classes)
+        model = store_weights(factory.random_model(config.model, network.num_classes), config.trainer.weight_dtype)
         return build_step(config, model, place, network.batch_size, use_channels_last(config, device))
 
     interpreter = settled_bytes()

@@ -20,6 +20,8 @@ from efficient_ft.core.packages import configuration_folders, method_of
 if TYPE_CHECKING:
     import torch
 
+    from efficient_ft.cost import TrainingStep
+
 #: Function that returns the checked configuration of a run with random weights. The arguments are the name of a model
 #: in conf/model or timm (or None for the model of the default job), and overrides as on the command line.
 Configure = Callable[[str | None, Sequence[str]], Config]
@@ -53,10 +55,18 @@ class Network:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe to measure: its name in tables, and its overrides of the configuration, as on the command line."""
+    """Recipe to measure.
+
+    Attributes:
+        name: name in tables.
+        overrides: overrides of the configuration, as on the command line.
+        wrap: function that changes the steps, e.g. to compile the model, and returns the number of bytes that a step
+            saves on the device for the backward pass. If None, the steps are those of a run.
+    """
 
     name: str
     overrides: tuple[str, ...]
+    wrap: Callable[[TrainingStep], int] | None = None
 
 
 def parse_recipe(text: str, conf: Path) -> Recipe:

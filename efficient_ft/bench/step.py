@@ -22,6 +22,7 @@ from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import TASKS
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.features.prefix import from_stored, measure_form, run_prefix
@@ -139,6 +140,8 @@ def measure_steps(
                 step()
             steps[recipe.name] = step
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, network.num_classes))
+            if recipe.wrap is not None:
+                counts[recipe.name]["executed"]["saved_bytes"] = recipe.wrap(step) / network.batch_size
         first = {precision: name for name, precision in reversed(precisions.items())}
         baselines = {name: first[precision] for name, precision in precisions.items()}
         result = summary(alternate(calls, rounds, warmup), baselines)
@@ -163,7 +166,7 @@ def measure_steps(
 
 
 def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str, Any]]:
-    model = factory.random_model(config.model, network.num_classes)
+    model = store_weights(factory.random_model(config.model, network.num_classes), config.trainer.weight_dtype)
     methods = build_methods(config)
     apply_methods(model, methods)
     size = factory.input_of(config.model).size

@@ -113,6 +113,9 @@ def _check_together(config: Config) -> None:
     parse_bytes("trainer.cache_limit", trainer.cache_limit)
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
+    if trainer.weight_dtype == "bf16" and trainer.precision != "bf16":
+        do = "Only bf16 products read bf16 weights without converting them. Set trainer.precision=bf16."
+        raise SettingError("trainer.weight_dtype", "bf16", f"fp32 with trainer.precision={trainer.precision}", do)
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
 

@@ -30,6 +30,8 @@ def fingerprint(config: Config) -> str:
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
     if config.trainer.cache_features == "off":
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
+    if config.trainer.weight_dtype == "fp32":  # folders of runs without this setting keep their names
+        del what["trainer"]["weight_dtype"]
     what["data"] = _content(config.data)
     if config.tasks:
         # The order of the tasks affects the result, because optimizer steps alternate between the tasks in this order.

@@ -262,6 +262,9 @@ class TrainerConfig(Section):
     #: Use the channels-last memory format for convolutions. If null, this format is used only on a CPU, where it is
     #: faster.
     channels_last: bool | None = None
+    #: Data type in which the weights of linear layers and convolutions are stored. With ``bf16``, optimizer steps are
+    #: computed in fp32 and rounded stochastically. Requires precision=bf16. See `models.weight_dtype`.
+    weight_dtype: Literal["fp32", "bf16"] = "fp32"
     progress: bool = True
     deterministic: bool = False
     #: Maximum number of batches in evaluation, or null for all batches.

@@ -23,6 +23,7 @@ from efficient_ft.core.distributed import local_only
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.cost.step import BuildOptimizer, StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.weight_dtype import stores_bf16
 from efficient_ft.optim import state_tensors
 from efficient_ft.task import Inputs, tensors_of
 
@@ -84,13 +85,14 @@ class Probe:
     def warm_up(self) -> None:
         """Run the warm-up steps of the methods on real tensors, because the methods' choices depend on tensor values.
 
-        These steps always run in fp32. The choices are therefore the same on all machines, and the steps are fast on
-        processors without bf16 units.
+        These steps always run in fp32, unless weights are stored in bfloat16. The choices are therefore the same on all
+        machines, and the steps are fast on processors without bf16 units.
         """
         if not self.steps_before:
             return
         self.model, self.methods = self.copy(None)
-        batch, spec = self.spec.example(WARMUP_IMAGES), replace(self.spec, precision="fp32")
+        precision = "bf16" if stores_bf16(self.model) else "fp32"
+        batch, spec = self.spec.example(WARMUP_IMAGES), replace(self.spec, precision=precision)
         for step in range(self.steps_before):
             self.methods.begin(step)
             forward_and_loss(self.model, self.methods, *batch, spec)[1].backward()

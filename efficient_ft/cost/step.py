@@ -246,7 +246,7 @@ class TrainingStep:
     def _adamw(self, model: nn.Module) -> torch.optim.Optimizer:
         # As in runs, AdamW is fused, because the foreach implementation creates temporary tensors as large as the
         # parameters.
-        fused = self.device.type in ("cpu", "cuda") and self.spec.dtype is None
+        fused = self.device.type in ("cpu", "cuda") and self.spec.precision != "fp16"
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-5, fused=fused)
 
     def backward(self) -> None:

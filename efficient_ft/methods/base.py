@@ -39,6 +39,7 @@ from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, state_classifier, view
+from efficient_ft.models.weight_dtype import to_float32
 
 #: Name of the distribution (pip package) that contains this package.
 OURS = "efficient-ft"
@@ -446,7 +447,8 @@ def plain_state_dict(
     """Return all weights on the CPU, with adapters merged and with the parameter names of the pretrained model.
 
     `model` is not changed. Modules that were added by methods with ``merges = False`` cannot be merged and keep their
-    names.
+    names. Weights that are stored in bfloat16 are returned in bfloat16. However, if a method changes weights when it is
+    removed (e.g. to merge adapters), all weights are returned in float32.
 
     Args:
         model: model to which the methods were applied.
@@ -455,7 +457,8 @@ def plain_state_dict(
             Tensors that are not copied share memory with `model` and must be used before the next training step.
     """
     merged = [method for method in reversed(in_order(methods)) if method.merges]
-    share = not copy_weights and not any(method.changes_weights for method in merged)
+    merges_weights = any(method.changes_weights for method in merged)
+    share = not copy_weights and not merges_weights
     # `_remove` sets `requires_grad` and frees gradients. Parameters that share memory must therefore be new objects, so
     # that the parameters of `model` do not change.
     of_model = [*model.parameters(), *model.buffers()] if share else []
@@ -463,6 +466,8 @@ def plain_state_dict(
         id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
     }
     plain = copy.deepcopy(model, same_memory)
+    if merges_weights:
+        to_float32(plain)  # a merged update would be lost if it were rounded to bfloat16
     for method in merged:
         method._remove(plain)
     return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds, replaced_forwards
+from efficient_ft.models.weight_dtype import autocast_for
 
 #: Maximum number of cuts that are tried, starting with the last cut. Cuts in a residual branch are often invalid.
 _TRIES = 12
@@ -118,7 +119,7 @@ class FrozenPrefix:
             raise _Left(output)
 
         try:
-            with self.model.get_submodule(self.end).register_forward_hook(leave):
+            with self.model.get_submodule(self.end).register_forward_hook(leave), autocast_for(self.model):
                 self.model(images)
         except _Left as left:
             features: Tensor = left.args[0]
@@ -297,7 +298,7 @@ def _ancestors(name: str) -> list[str]:
 @torch.no_grad()
 def _seeded(model: nn.Module, images: Tensor, start: Any = lambda: None) -> Tensor:
     """Run the model with the same random numbers in every call. Call `start` after seeding."""
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), autocast_for(model):
         torch.manual_seed(0)
         start()
         output: Tensor = model(images)

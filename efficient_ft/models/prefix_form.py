@@ -126,7 +126,8 @@ def folded(conv: nn.Conv2d, norm: _BatchNorm) -> tuple[Tensor, Tensor]:
     bias = (-mean if conv.bias is None else conv.bias.double() - mean) * scale
     if norm.bias is not None:
         bias = bias + norm.bias.double()
-    return (conv.weight * scale[:, None, None, None].to(conv.weight.dtype)), bias.to(conv.weight.dtype)
+    weight = conv.weight.to(torch.promote_types(conv.weight.dtype, torch.float32))
+    return weight * scale[:, None, None, None].to(weight.dtype), bias.to(weight.dtype)
 
 
 def _rest(norm: _BatchNorm) -> Callable[[Tensor], Tensor]:

@@ -18,6 +18,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import Predictor
@@ -36,6 +37,7 @@ class Counted:
         optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
         flops: number of FLOPs of the step.
         trainable: number of trainable parameters.
+        gradient_bytes: size of the gradients of all trainable parameters.
     """
 
     resident_bytes: int
@@ -44,6 +46,7 @@ class Counted:
     optimizer_bytes: int
     flops: float
     trainable: int
+    gradient_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -64,7 +67,8 @@ class Counter:
 
     def network(self) -> nn.Module:
         """Return a new network with random weights on the CPU."""
-        return kind_of(self._config).random_network(self._config.model, self.classes)
+        network = kind_of(self._config).random_network(self._config.model, self.classes)
+        return store_weights(network, self._config.trainer.weight_dtype)
 
     def __call__(self, config: Config, methods: list[Method] | None = None) -> Counted:
         """Count a step of the run `config`, which uses the network of this counter.
@@ -122,14 +126,15 @@ class Counter:
                 flops = sum(sum(step.flops.values()) for step in steps) / len(steps)
         trains = [p for p in probe.model.parameters() if p.requires_grad]
         parts = config.trainer.grad_accum_steps
-        gradients = sum(p.numel() * p.element_size() for p in trains) if parts > 1 else 0
+        gradients = sum(p.numel() * p.element_size() for p in trains)
         return Counted(
             resident_bytes=resident,
-            step_bytes=peak - resident + optimizer + gradients,
+            step_bytes=peak - resident + optimizer + (gradients if parts > 1 else 0),
             largest_bytes=largest,
             optimizer_bytes=optimizer,
             flops=flops * parts,
             trainable=sum(p.numel() for p in trains),
+            gradient_bytes=gradients,
         )
 
 
@@ -153,9 +158,9 @@ class RunPhases:
         shared = self._shared[key]
         return replace(
             shared,
-            model_bytes=max(counted.resident_bytes - shared.batch_bytes, shared.weights_bytes),
+            model_bytes=max(counted.resident_bytes - shared.batch_bytes, shared.model_bytes),
             step_bytes=counted.step_bytes,
             largest_bytes=counted.largest_bytes,
             optimizer_bytes=counted.optimizer_bytes,
-            gradient_bytes=counted.trainable * 4 if config.trainer.grad_accum_steps > 1 else 0,
+            gradient_bytes=counted.gradient_bytes if config.trainer.grad_accum_steps > 1 else 0,
         )

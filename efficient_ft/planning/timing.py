@@ -16,6 +16,7 @@ from efficient_ft.config import Config
 from efficient_ft.cost import StepMemory, TrainingStep
 from efficient_ft.cost.probe import undisturbed
 from efficient_ft.cost.step import forward_and_loss
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.planning.counting import Counter
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import libraries, load
@@ -90,7 +91,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     """
     device = on_device(config)
     interpreter = settled_bytes()
-    network = kind_of(config).random_network(config.model, num_classes)
+    network = store_weights(kind_of(config).random_network(config.model, num_classes), config.trainer.weight_dtype)
     step = _training_step(config, network, device, images=config.data.batch_size)
     for library in libraries(config.optim.state_bits, step.methods):
         load(library)

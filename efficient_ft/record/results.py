@@ -26,8 +26,9 @@ NAME = "results.json"
 class ExecutedCost(TypedDict):
     """Counted costs per image.
 
-    These costs are the same on all machines. Two optional entries describe the whole batch: `step_peak_bytes` is the
+    These costs are the same on all machines. Three optional entries describe the whole batch: `step_peak_bytes` is the
     peak size of live tensors, without the model and the batch. `optimizer_bytes` is the size of the optimizer state.
+    `model_bytes` is the size of the parameters and buffers, and is present if weights are stored in bfloat16.
     """
 
     forward_flops: float
@@ -35,6 +36,7 @@ class ExecutedCost(TypedDict):
     saved_bytes: float
     step_peak_bytes: NotRequired[int]
     optimizer_bytes: NotRequired[float]
+    model_bytes: NotRequired[float]
 
 
 class MeasuredCost(TypedDict):

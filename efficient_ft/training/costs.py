@@ -17,6 +17,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.record.results import BaselineCost, CostReport, ExecutedCost, StepCost
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
@@ -49,7 +50,7 @@ def cost_only(config: Config) -> dict[str, Any]:
     """
     kind = kind_of(config)
     classes, spec = kind.classes(config), factory.input_of(config.model)
-    network = kind.random_network(config.model, classes)
+    network = store_weights(kind.random_network(config.model, classes), config.trainer.weight_dtype)
     methods = build_methods(config)
     kind.refuse_methods(methods)
     report = cost_report(config, network, methods, classes, torch.device("cpu"))
@@ -95,10 +96,11 @@ def cost_report(
     if switch is not None:
         switch.active = switch.names[0]
     selection = baseline_methods(config)
-    # The optimizer of the baseline uses no memory-saving options.
+    # The optimizer of the baseline uses no memory-saving options, and its weights are stored in fp32.
     plain = config.optim.model_copy(update={"state_bits": 32, "in_backward": False})
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
-    is_baseline = keys[0] == keys[1] and config.optim == plain  # if True, only one step is measured
+    wide = config.trainer.weight_dtype == "fp32"
+    is_baseline = keys[0] == keys[1] and config.optim == plain and wide  # if True, only one step is measured
     found = cost.compare(
         network,
         methods,
@@ -117,8 +119,10 @@ def cost_report(
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
             say(f"The training step of {step} was {one.note}.")
     whole = found["method"] if is_baseline else found.get("baseline")
-    baseline: BaselineCost | None = None if whole is None else {"name": config.cost.baseline, **_step_cost(whole)}
-    return {**_step_cost(found["method"]), "baseline": baseline}
+    baseline: BaselineCost | None = None
+    if whole is not None:
+        baseline = {"name": config.cost.baseline, **_step_cost(whole, with_weights=not wide)}
+    return {**_step_cost(found["method"], with_weights=not wide), "baseline": baseline}
 
 
 def _room(config: Config) -> int:
@@ -127,7 +131,7 @@ def _room(config: Config) -> int:
     return max(0, (budget_of(config) or 0) - resident_bytes())
 
 
-def _step_cost(found: cost.Cost) -> StepCost:
+def _step_cost(found: cost.Cost, with_weights: bool) -> StepCost:
     counted, measured = found.executed, found.measured
     executed: ExecutedCost = {
         "forward_flops": counted.forward_flops,
@@ -135,6 +139,8 @@ def _step_cost(found: cost.Cost) -> StepCost:
         "saved_bytes": counted.saved_bytes,
         "step_peak_bytes": counted.step_peak_bytes,
     }
+    if with_weights:
+        executed["model_bytes"] = counted.model_bytes
     if counted.optimizer_bytes is not None:
         executed["optimizer_bytes"] = counted.optimizer_bytes
     return {

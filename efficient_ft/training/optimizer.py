@@ -12,7 +12,7 @@ from torch import nn
 from efficient_ft.config import OptimConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view import view
-from efficient_ft.optim import LowBitAdam, LowBitAdamW, step_in_backward
+from efficient_ft.optim import LowBitAdam, LowBitAdamW, StochasticRounding, step_in_backward
 
 #: If `optim.warmup_steps` is None, the warm-up takes a quarter of the run, but at most 100 optimizer steps.
 WARMUP_SHARE, WARMUP_AT_MOST = 4, 100
@@ -62,7 +62,8 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
     `optim.head_lr_mult`. Fused kernels are not used in fp16.
 
     If `optim.state_bits` is less than 32, the moments are quantized in blocks (`optim.LowBitAdamW`). If
-    `optim.in_backward` is True, the parameters are updated during the backward pass (`optim.step_in_backward`).
+    `optim.in_backward` is True, the parameters are updated during the backward pass (`optim.step_in_backward`). If
+    weights are stored in bfloat16, their updates are rounded stochastically (`optim.StochasticRounding`).
 
     Raises:
         UserError: If no parameter requires gradients.
@@ -94,6 +95,8 @@ def build_optimizer(network: nn.Module, optim: OptimConfig, precision: str = "fp
         group["lr"] = group["initial_lr"] = optim.lr * group.get("lr_scale", 1.0)
     assert precision != "auto", "trainer.precision=auto must be resolved (training.precision)"
     optimizer = _build(groups, optim, next(network.parameters()).device.type, precision)
+    if any(p.dtype == torch.bfloat16 for group in groups for p in group["params"]):
+        optimizer = StochasticRounding(optimizer)
     return step_in_backward(optimizer) if optim.in_backward else optimizer
 
 

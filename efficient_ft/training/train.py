@@ -24,6 +24,7 @@ from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.record.files import json_text
 from efficient_ft.record.results import images_digest
 from efficient_ft.training.callbacks.progress import ProgressBar
@@ -129,7 +130,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     say(summary_text(understood))
     release_freed_memory()  # reading a list of a million images leaves 75 MiB of unused memory
     before_model = resident_bytes()
-    network = kind.network(config.model, data.num_classes)
+    network = store_weights(kind.network(config.model, data.num_classes), config.trainer.weight_dtype)
     kind.check_network(network, data)
     methods = build_methods(config)
     kind.refuse_methods(methods)

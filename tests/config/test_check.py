@@ -89,6 +89,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"evaluate": "run", "cost_only": True}, "cost_only"),
         ({"model__name": "vit_digits", "model__pretrained": True}, "model.pretrained"),
         ({"trainer__precision": "fp16", "trainer__accelerator": "cpu"}, "trainer.precision"),
+        ({"trainer__precision": "fp32", "trainer__weight_dtype": "bf16"}, "trainer.weight_dtype"),
         ({"model__mean": [0.5, 0.5, 0.5], "model__std": [0.5]}, "model.std"),
         ({"data__augment__name": "none", "data__augment__resize": 256}, "data.augment.resize"),
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),

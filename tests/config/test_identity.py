@@ -50,6 +50,12 @@ _SHOWN_ONLY = {
 }
 
 
+def test_weights_in_bf16_are_another_run_and_the_default_keeps_the_folder() -> None:
+    plain = {"trainer__precision": "bf16"}
+    same, other = (check(with_settings(**plain, trainer__weight_dtype=dtype)) for dtype in ("fp32", "bf16"))
+    assert fingerprint(check(with_settings(**plain))) == fingerprint(same) != fingerprint(other)
+
+
 @settings(max_examples=50, deadline=None)
 @given(st.sets(st.sampled_from(sorted(_MATTERS))), st.sets(st.sampled_from(sorted(_SHOWN_ONLY))))
 def test_the_folder_follows_from_what_matters_and_survives_writing_out(matters: set[str], shown: set[str]) -> None:

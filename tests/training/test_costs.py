@@ -57,6 +57,21 @@ def test_a_baseline_that_is_no_selection_is_refused(tmp_path, configuration):
 
 
 @pytest.mark.slow
+def test_weights_in_bf16_are_reported_next_to_the_baseline_s_in_fp32(tmp_path, configuration, capsys):
+    changes = {"model__kwargs": {"depth": 2, "embed_dim": 64, "num_heads": 2}, "cost__baseline": "full"}
+    plain = run(configuration(**changes, cost_only=True, trainer__precision="bf16"), tmp_path / "no")
+    assert "weights and buffers" not in capsys.readouterr().out
+    in_bf16 = {"trainer__precision": "bf16", "trainer__weight_dtype": "bf16"}
+    costs = run(configuration(**changes, cost_only=True, **in_bf16), tmp_path / "no")
+    assert "weights and buffers" in capsys.readouterr().out
+    own, whole = costs["executed"], costs["baseline"]["executed"]
+    assert 0.5 < own["model_bytes"] / whole["model_bytes"] < 0.55
+    assert own["optimizer_bytes"] == whole["optimizer_bytes"]
+    assert own["saved_bytes"] < whole["saved_bytes"]  # autocast keeps no bf16 copies of the weights
+    assert costs["measured"]["peak_bytes"] < plain["measured"]["peak_bytes"]
+
+
+@pytest.mark.slow
 def test_the_optimizer_s_state_is_reported_and_the_baseline_s_is_plain(tmp_path, configuration, capsys):
     changes = {
         "model__kwargs": {"depth": 2, "embed_dim": 64, "num_heads": 2},

@@ -148,6 +148,24 @@ def test_stepping_in_backward_trains_as_an_ordinary_run(tmp_path, configuration)
     assert_same_run(inside, outside)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optim", [{}, {"name": "sgd", "state_bits": 32}, {"state_bits": 8}], ids=["adamw", "sgd", "8"])
+def test_weights_in_bf16_continue(optim, tmp_path, configuration):
+    """A run with gradient clipping and accumulation gives the same bits. The checkpoint has weights in bf16."""
+    changes = {f"optim__{name}": value for name, value in optim.items()}
+    in_bf16 = {"trainer__precision": "bf16", "trainer__weight_dtype": "bf16", "trainer__grad_accum_steps": 2}
+    kwargs = {"depth": 2, "embed_dim": 64, "num_heads": 2}
+    folders = straight_and_broken(
+        configuration, tmp_path, (5,), model__kwargs=kwargs, trainer__max_steps=8, **in_bf16, **changes
+    )
+    saved = checkpoint.read(folders[1] / checkpoint.NAME)
+    dtypes = {name: weight.dtype for name, weight in saved["state_dict"].items() if name.startswith("model.")}
+    assert dtypes["model.blocks.0.attn.qkv.weight"] == torch.bfloat16
+    assert dtypes["model.blocks.0.attn.qkv.bias"] == torch.float32
+    moments = [value for one in saved["optimizer_states"][0]["state"].values() for value in one.values()]
+    assert not any(value.dtype == torch.bfloat16 for value in moments)
+
+
 # ---------------------------------------------------------------------------------------------- damaged checkpoints
 @pytest.mark.exhaustive
 def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configuration, finished, caplog, monkeypatch):

@@ -19,6 +19,7 @@ from efficient_ft.cost import Executed, executed
 from efficient_ft.data import class_count
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.papers.published import COSTS, MODELS, Row, Table, baseline_of, reason_of
 from efficient_ft.papers.rules import batch_and_unit, count_cost, count_settings
 from efficient_ft.training.kinds.registry import kind_of
@@ -334,7 +335,7 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     kind = kind_of(config)
     classes = kind.table_classes or class_count(config.data)
     assert classes is not None
-    model = kind.random_network(config.model, classes)
+    model = store_weights(kind.random_network(config.model, classes), config.trainer.weight_dtype)
     spec = factory.input_of(config.model)
     # FLOPs and saved bytes per image do not depend on the batch size.
     return executed(

@@ -19,6 +19,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projections_in
+from efficient_ft.models.weight_dtype import stores_bf16
 
 
 @register
@@ -110,6 +111,12 @@ class LoRA(Method):
         )
         inject_adapter_in_model(config, model)
         del model.peft_config
+        # `peft` gives the adapters the dtype of the layers. Adapters stay in fp32 if only large weights are in bf16.
+        if stores_bf16(model):
+            known = {id(parameter) for parameter in parameters.values()}
+            for parameter in model.parameters():
+                if id(parameter) not in known:
+                    parameter.data = parameter.data.float()
         # `peft` freezes all parameters except those of the adapters. Make the other trained parameters trainable again.
         for name, parameter in parameters.items():
             parameter.requires_grad_(name in trains)

@@ -26,6 +26,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.models.weight_dtype import dtype_of_added
 from efficient_ft.ops.saving import packing_suspended
 
 #: Feed-forward networks from `timm` that process each token independently.
@@ -156,7 +157,7 @@ class ExpertsMethod(Method):
         self._balance_losses, self._networks = _BalanceLosses() if self.aux_loss_coef else None, names
         for name in names:
             mlp: Any = model.get_submodule(name)
-            like = next(mlp.parameters())
+            like = next(mlp.parameters()).new_empty((), dtype=dtype_of_added(mlp))
             inputs = next(m.in_features for m in mlp.modules() if isinstance(m, nn.Linear))
 
             def gate(like: Tensor = like, width: int = inputs) -> nn.Module:

@@ -27,6 +27,7 @@ from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, t
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import left, ranges, trained
 from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.models.weight_dtype import dtype_of_added
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context
 
 #: Names of the first and the last convolution in each supported type of CNN block.
@@ -156,7 +157,7 @@ class RepNet(Method):
         for channels in (first.in_channels, last.out_channels):
             refuse_indivisible(view, self.name, name, channels)
         side = LiteResidual(first.in_channels, last.out_channels, self.kernel_size, self.groups, stride_of(block))
-        return side.to(first.weight.device, first.weight.dtype).train(block.training)
+        return side.to(first.weight.device, dtype_of_added(block)).train(block.training)
 
     def _remove(self, model: nn.Module) -> None:
         take_away(model, _SideForward)

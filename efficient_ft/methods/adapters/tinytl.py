@@ -25,6 +25,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.models.weight_dtype import dtype_of_added
 
 #: If the input of a block is downsampled by at least this factor, the kernel size of the block's module is limited to
 #: 3. For images of 224×224 pixels, the pooled feature map then has 3×3 positions. The paper does not specify this
@@ -125,7 +126,6 @@ class TinyTL(Method):
             }
         for name, stride in chosen.items():
             block: Any = model.get_submodule(name)
-            like = next(block.parameters())
             lite = LiteResidual(
                 block.conv_pw.in_channels,
                 block.conv_pwl.out_channels,
@@ -133,7 +133,7 @@ class TinyTL(Method):
                 self.groups,
                 stride_of(block),
             )
-            block.lite_residual = lite.to(like.device, like.dtype).train(block.training)
+            block.lite_residual = lite.to(block.conv_pw.weight.device, dtype_of_added(block)).train(block.training)
             block.__class__ = InvertedResidualWithLite
         note = "GroupNorm replaces every BatchNorm, so the pretrained weights must have been trained with GroupNorm"
         notes = (note,) if norms else ()
@@ -205,7 +205,7 @@ class TinyTL(Method):
         with torch.no_grad():
             for name, (mean, deviation) in self._filters.items():
                 weight: Any = model.get_submodule(name).weight
-                weight.copy_(weight * deviation.to(weight) + mean.to(weight))
+                weight.copy_(weight * deviation.to(weight.device) + mean.to(weight.device))
         make_trainable(model, self._before)
 
 
@@ -220,8 +220,8 @@ def _was_trained(norm: _BatchNorm) -> bool:
 @torch.no_grad()
 def _standardize(module: Any) -> tuple[Tensor, Tensor]:
     """Standardize the frozen filters in place, and return their means and standard deviations, (C_out, 1, 1, 1)."""
-    weight = module.weight
+    weight = module.weight.detach().to(torch.promote_types(module.weight.dtype, torch.float32))
     variance, mean = torch.var_mean(weight, dim=(1, 2, 3), correction=0, keepdim=True)
     deviation = (variance + EPS).sqrt()
-    weight.copy_((weight - mean) / deviation)
+    module.weight.copy_((weight - mean) / deviation)
     return mean, deviation

@@ -25,6 +25,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
+from efficient_ft.models.weight_dtype import to_float32
 from efficient_ft.ops.saving import current_packing, packing_suspended
 from efficient_ft.ops.tokens import (
     Tokens,
@@ -270,6 +271,7 @@ class TokenMethod(Method):
             channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
             with FakeCopyMode(mode):
                 probe = copy.deepcopy(block).eval()
+            to_float32(probe)  # the copy runs without autocast
             try:
                 with mode, torch.no_grad():
                     x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.view.layers import Reason, Skipped, TokenLayout
 from efficient_ft.models.view.structure import above
+from efficient_ft.models.weight_dtype import to_float32
 from efficient_ft.ops.tokens import token_reduction_suspended
 
 BATCH = 2
@@ -104,7 +105,11 @@ def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with FakeCopyMode(mode):
-        return mode, copy.deepcopy(original)
+        copied = copy.deepcopy(original)
+    for module in copied if isinstance(copied, tuple) else (copied,):
+        if isinstance(module, nn.Module):
+            to_float32(module)  # fake copies run without autocast
+    return mode, copied
 
 
 def takes_tokens(model: nn.Module) -> bool:

@@ -40,12 +40,17 @@ def quantize_reference(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Te
 
 
 def uniform(count: int, seed: Tensor, device: torch.device) -> Tensor:
-    """Return `count` uniform multiples of 2⁻²⁴ in [0, 1): hashes of position and seed (Wellons' lowbias32)."""
+    """Return `count` uniform multiples of 2⁻²⁴ in [0, 1): hashes of position and seed."""
+    return (hashes(count, seed, device) >> 8).float() * 2.0**-24
+
+
+def hashes(count: int, seed: Tensor, device: torch.device) -> Tensor:
+    """Return `count` hashes of position and seed (Wellons' lowbias32), (count,) int64 with values below 2³²."""
     mask = 0xFFFFFFFF
     h = (torch.arange(count, device=device, dtype=torch.int64) + seed.to(device)) & mask
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & mask
     h = ((h ^ (h >> 15)) * 0x846CA68B) & mask
-    return ((h ^ (h >> 16)) >> 8).float() * 2.0**-24
+    return h ^ (h >> 16)
 
 
 def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:

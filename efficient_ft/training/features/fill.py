@@ -17,6 +17,7 @@ from efficient_ft.data import ImageData
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.precision import resolve_precision
@@ -43,7 +44,7 @@ def fill_features(config: Config) -> RunFeatures:
     config = resolve_precision(config, device)
     L.seed_everything(config.seed, verbose=False)  # use the same random weights as the run
     images: Any = kind_of(config).open(config, factory.input_of(config.model))
-    network = kind.network(config.model, images.num_classes)
+    network = store_weights(kind.network(config.model, images.num_classes), config.trainer.weight_dtype)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
     session = MethodSession(network, build_methods(config), config.model.frozen_bn).apply()

@@ -33,6 +33,7 @@ from efficient_ft.data.reading import Reading
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
+from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import tensors_of
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
@@ -82,9 +83,10 @@ class Predictor:
     def network(self, config: Config) -> nn.Module:
         """Return the network of a run, on the meta device unless a method reads the weights in the first steps."""
         warm = any(method.warmup_steps for method in build_methods(config))
-        key = config.model.model_dump_json() + str(warm)
+        key = config.model.model_dump_json() + str(warm) + config.trainer.weight_dtype
         if key not in self._networks:
             network = self._kind.random_network(config.model, self._classes)
+            store_weights(network, config.trainer.weight_dtype)
             self._networks = {key: network if warm else network.to("meta")}  # keep only the last network
         return self._networks[key]
 
@@ -136,11 +138,13 @@ class Predictor:
                 whole = replace(spec, task=self._kind.task)
                 self._examples[size] = count_evaluation(network, whole, 1, size, methods)
             examples = self._examples[size]
-        weights = sum(t.numel() * t.element_size() for t in (*network.parameters(), *network.buffers()))
+        state = [*network.parameters(), *network.buffers()]
+        # Weights are loaded and evaluated in fp32, even if training stores them in bf16.
+        weights = sum(t.numel() * (4 if t.dtype == torch.bfloat16 else t.element_size()) for t in state)
         inputs, targets = spec.example(1)
         return Demand(
             weights_bytes=weights,
-            model_bytes=weights,
+            model_bytes=sum(t.numel() * t.element_size() for t in state),
             batch_bytes=batch * sum(t.numel() * t.element_size() for t in (*tensors_of(inputs), targets)),
             step_bytes=0,
             largest_bytes=0,

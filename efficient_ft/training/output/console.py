@@ -50,6 +50,7 @@ _COSTS = (
     ("executed", "backward_flops", "backward FLOPs / {sample}", format_number),
     ("executed", "saved_bytes", "saved for the backward pass / {sample}", format_bytes),
     ("measured", "peak_bytes", "peak memory (batch size {batch})", format_bytes),
+    ("executed", "model_bytes", "weights and buffers", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )

@@ -201,18 +201,22 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-# Each row of a quantized tensor consists of groups. If groups are short, one loop processes all groups of a row and
-# reads a range for each element. If groups are long, a separate loop processes each group and keeps its range in
-# registers.
 @_jit
-def _noise(i, base):
+def _hash(i, base):
     h = uint32(base + uint32(i))
     h = uint32((h ^ (h >> uint32(16))) * uint32(0x7FEB352D))
     h = uint32((h ^ (h >> uint32(15))) * uint32(0x846CA68B))
-    h = uint32(h ^ (h >> uint32(16)))
-    return float32(int32(h >> uint32(8))) * float32(2.0**-24)
+    return uint32(h ^ (h >> uint32(16)))
 
 
+@_jit
+def _noise(i, base):
+    return float32(int32(_hash(i, base) >> uint32(8))) * float32(2.0**-24)
+
+
+# Each row of a quantized tensor consists of groups. If groups are short, one loop processes all groups of a row and
+# reads a range for each element. If groups are long, a separate loop processes each group and keeps its range in
+# registers.
 @_jit
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
