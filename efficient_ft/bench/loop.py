@@ -128,7 +128,7 @@ def _measure_job(config: Config, device: torch.device | str, rounds: int, warmup
     if config.data.num_workers:
         raise SettingError("data.num_workers", config.data.num_workers, "0", "Loading is timed in one process.")
     size = factory.input_of(config.model).size
-    as_it_is = config.trainer.cache_features == "off" and config.trainer.prefix == "fp32"
+    as_it_is = config.trainer.cache_features == "off" and config.trainer.frozen_prefix == "fp32"
     bare = None
     if as_it_is:
         classes = class_count(config.data)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.config import Config
+from efficient_ft.core.errors import UserError
 from efficient_ft.cost import StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
@@ -205,10 +206,16 @@ def _replace(
     memory. These features are decoded in each step, but they are not read from disk.
     """
     options = config.trainer
-    if options.prefix == "fp32" and options.cache_features != "on":
+    default = options.prefix is None and options.cache_features != "on"
+    if options.cache_features != "on" and options.frozen_prefix == "fp32":
         return None
     freeze_batch_norm(network)  # BatchNorm in training mode would end the prefix
-    prefix = run_prefix(config, network, methods)
+    try:
+        prefix = run_prefix(config, network, methods)
+    except UserError:
+        if not default:
+            raise
+        return None
     measure_form(config, prefix, device)
     if options.cache_features != "on":
         return prefix.input

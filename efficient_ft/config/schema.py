@@ -270,8 +270,9 @@ class TrainerConfig(Section):
     #: Maximum number of batches in evaluation, or null for all batches.
     limit_eval_batches: Count | None = None
     #: How the frozen prefix is computed: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
-    #: folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). See `models.prefix_form`.
-    prefix: Literal["fp32", "folded", "bf16", "auto"] = "fp32"
+    #: folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). If null, the value is
+    #: ``auto`` if `precision` is bf16, and otherwise ``fp32``. See `models.prefix_form`.
+    prefix: Literal["fp32", "folded", "bf16", "auto"] | None = None
     #: Store the output of the frozen prefix. With ``auto``, the output is stored only if storing saves time. See
     #: `training.features`.
     cache_features: Literal["off", "auto", "on"] = "off"
@@ -282,6 +283,11 @@ class TrainerConfig(Section):
     cache_folder: Name = "outputs/features"
     #: Maximum size of the stored features, in bytes or with a unit. Larger features are not stored.
     cache_limit: str | int | float = "20GB"
+
+    @property
+    def frozen_prefix(self) -> str:
+        """The value of `prefix`, or the default for `precision` if this value is null."""
+        return self.prefix or ("auto" if self.precision == "bf16" else "fp32")
 
 
 class LoggerConfig(Section):

@@ -64,6 +64,8 @@ def _conv_backward_flops(grad: Tensor, x: Tensor, w: Tensor, *args: Any, out_val
     return 2 * x.shape[0] * positions * prod(w.shape) * (bool(wanted[0]) + bool(wanted[1]))
 
 
+#: Operations of oneDNN that compute a layer and an activation. The FLOPs of the layer are counted.
+_FUSED_LAYERS = {torch.ops.mkldnn._convolution_pointwise, torch.ops.mkldnn._linear_pointwise}
 _ATTENTION_BACKWARD = {
     getattr(aten, f"_scaled_dot_product_{kind}_backward")
     for kind in ("flash_attention", "efficient_attention", "flash_attention_for_cpu", "cudnn_attention")
@@ -89,6 +91,9 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         _, query, key, value = args[:4]
         shapes = (query.shape, key.shape, value.shape)
         return 2 * int(sdpa_flop_count(*shapes))
+    if packet in _FUSED_LAYERS:
+        channels = out.shape[1 if packet is torch.ops.mkldnn._convolution_pointwise else -1]
+        return 2 * out.numel() * args[1].numel() // channels
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=out))
     return 0

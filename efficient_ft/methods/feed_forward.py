@@ -46,7 +46,8 @@ class FrozenFeedForward(OwnForward):
         if not layers:  # Another method has replaced all layers.
             return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
-        widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * x.element_size()
+        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
+        widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * dtype.itemsize
         return min(len(x), -(-widest // _PART_BYTES))
 
 

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.models.frozen_batch_norm import FROZEN
-from efficient_ft.models.prefix_form import Folds, Form, autocast_of, find_folds, replaced_forwards
+from efficient_ft.models.prefix_form import Folds, Form, find_folds, replaced_forwards
 from efficient_ft.models.weight_dtype import autocast_for
 
 #: Maximum number of cuts that are tried, starting with the last cut. Cuts in a residual branch are often invalid.
@@ -111,8 +111,14 @@ class FrozenPrefix:
             return self._features(images)
         if self._folds is None:
             self._folds = find_folds(self.model, lambda: self._features(images[:1]))
-        with self._folds.active(), autocast_of(self.form, images.device):
-            return self._features(images).to(self.dtype)
+        if self.form is Form.FOLDED:
+            with self._folds.active():
+                return self._features(images).to(self.dtype)
+        with self._folds.active(torch.bfloat16), torch.autocast(images.device.type, dtype=torch.bfloat16):
+            found = torch.cat([self._features(part) for part in self._folds.parts(images)])
+        if not torch.is_autocast_enabled(images.device.type):  # otherwise, later layers convert the features themselves
+            found = found.to(self.dtype)
+        return self.from_rows(self.to_rows(found))
 
     def _features(self, images: Tensor) -> Tensor:
         def leave(module: nn.Module, args: Any, output: Tensor) -> None:

@@ -19,8 +19,10 @@ from efficient_ft.record.formats import FORMAT
 from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_results
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.costs import cost_report
+from efficient_ft.training.datamodule import run_length
 from efficient_ft.training.evaluate import data_report
-from efficient_ft.training.kinds.base import Sample
+from efficient_ft.training.features.prefix import features_hint
+from efficient_ft.training.kinds.base import Sample, only
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.output import export
@@ -87,6 +89,11 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     if "memory" in results:
         results["memory"]["peak_bytes"] = lifetime_peak_bytes()
     _write(results, run, fitted, device)
+    if run.kind.supports("cache_features") and not config.tasks:
+        images, epochs = only(run.data), run_length(config, run.data, trainer.world_size)[0]
+        hint = features_hint(config, images, run.network, run.methods, epochs, taken["seconds"])
+        if hint is not None:
+            say(hint)
     return dict(results)
 
 

@@ -168,7 +168,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
     callbacks: list[L.Callback] = [memory, run.held.started(), same_start(), apply]
     features = None
-    uses_prefix = config.trainer.cache_features != "off" or config.trainer.prefix != "fp32"
+    uses_prefix = config.trainer.cache_features != "off" or config.trainer.frozen_prefix != "fp32"
     if uses_prefix and run.kind.supports("prefix"):
         data: Any = run.data
         features = FeatureCallback(config, data, run.methods, epochs, folder)

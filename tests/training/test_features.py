@@ -282,11 +282,11 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = small(trainer__cache_features="off", trainer__prefix="auto")
-    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: (Form.FOLDED, {}, {"folded": 0.0}))
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
     assert "uses the form folded (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
-    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("chosen twice"))
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
     assert_same_training(tmp_path / "whole", tmp_path / "resumed")
@@ -309,7 +309,7 @@ def test_auto_takes_the_form_in_which_features_are_stored(
     tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run(small(trainer__prefix="folded"), tmp_path / "first")
-    monkeypatch.setattr(features_module, "choose_form", lambda run, forms: pytest.fail("measured"))
+    monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: pytest.fail("measured"))
     results = run(small(trainer__prefix="auto"), tmp_path / "second")
     assert results["prefix"]["form"] == "folded"
     assert results["features"]["computed"] == 0
@@ -326,3 +326,71 @@ def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
     results = run(small(**settings, trainer__prefix="auto"), tmp_path / "auto")
     assert "prefix" not in results
     assert "The network is not changed (trainer.prefix=auto): No part" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("precision", "prefix", "used"),
+    [("fp32", None, "fp32"), ("bf16", None, "auto"), ("fp16", None, "fp32"), ("bf16", "fp32", "fp32"),
+     ("fp32", "auto", "auto")],
+)  # fmt: skip
+def test_the_prefix_is_faster_by_default_only_in_bf16(
+    small: Callable[..., Config], precision: str, prefix: str | None, used: str
+) -> None:
+    assert small(trainer__precision=precision, trainer__prefix=prefix).trainer.frozen_prefix == used
+
+
+@pytest.mark.slow
+def test_in_bf16_the_prefix_is_folded_by_default(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The form is measured in the run. Only a form that is clearly slower is rejected."""
+    monkeypatch.setattr(features_module, "bf16_is_emulated", lambda device: False)
+    monkeypatch.setattr("efficient_ft.models.prefix_form._VETO", 1e9)
+    off = {"trainer__cache_features": "off", "trainer__precision": "bf16", "trainer__epochs": 1}
+    results = run(small(**off), tmp_path / "default")
+    assert results["prefix"]["form"] == "bf16"
+    assert results["prefix"]["deviation"]["bf16"] <= 1.1 * results["prefix"]["deviation"]["fp32"]
+    assert "uses the form bf16 (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
+    unchanged = run(small(**off, trainer__prefix="fp32"), tmp_path / "unchanged")
+    assert unchanged["prefix"]["form"] == "fp32" if "prefix" in unchanged else True
+    assert results["totals"]["flops"] == unchanged["totals"]["flops"]
+    assert abs(results["accuracy"]["last"] - unchanged["accuracy"]["last"]) < 0.05
+
+
+@pytest.mark.slow
+def test_in_bf16_a_run_without_frozen_layers_says_nothing_about_a_prefix(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(features_module, "run_prefix", lambda *arguments: pytest.fail("searched"))
+    results = run(
+        small(method={"full": {}}, trainer__cache_features="off", trainer__precision="bf16", trainer__epochs=1),
+        tmp_path,
+    )
+    assert "prefix" not in results
+    assert "trainer.prefix" not in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------ hint after a run
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [({"trainer__views": 1}, "With trainer.cache_features=on, this run would have been faster by about"),
+     ({"data__augment__name": "none"}, "With trainer.cache_features=on trainer.views=1, this run would have been"),
+     ({"trainer__views": 2}, None),
+     ({"trainer__views": 1, "trainer__cache_limit": "1KB"}, None),
+     ({"trainer__views": 1, "method": {"full": {}}}, None)],
+    ids=["saved", "no augmentation", "no view is used twice", "no room", "nothing is frozen"],
+)  # fmt: skip
+def test_a_run_mentions_stored_features_that_would_have_saved_time(
+    tmp_path: Path, small: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any], hint: str | None,
+) -> None:  # fmt: skip
+    """The run has two epochs. Its images are augmented at random unless `changes` disables the augmentation."""
+    monkeypatch.setattr(features_module, "_MENTIONED", 0.0)
+    run(small(**{"trainer__cache_features": "off", **changes}), tmp_path / "run")
+    output = " ".join(capsys.readouterr().out.split())
+    if hint is None:
+        assert "would have been faster" not in output
+    else:
+        assert hint in output
+        assert "): epochs 2 to 2 would have read the features of blocks.0 from disk (" in output

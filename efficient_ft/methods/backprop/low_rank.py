@@ -54,6 +54,7 @@ class LowRank:
 class LowRankLinear(nn.Linear):
     """`nn.Linear` with a low-rank backward pass in training."""
 
+    same_values = True  # see `methods.forwards.OwnForward`
     low_rank: LowRank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -87,6 +88,7 @@ class LowRankLinear(nn.Linear):
 class LowRankConv2d(nn.Conv2d):
     """A 1×1 `nn.Conv2d` with a low-rank backward pass in training."""
 
+    same_values = True  # see `methods.forwards.OwnForward`
     low_rank: LowRank
 
     def forward(self, x: Tensor) -> Tensor:

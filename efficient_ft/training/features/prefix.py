@@ -46,6 +46,8 @@ from efficient_ft.training.precision import bf16_is_emulated
 _FORMAT = 1
 #: With ``auto``, features are stored if computing them takes at least this fraction of the FLOPs of a training step.
 _WORTH = 0.1
+#: A run mentions stored features only if they would have saved at least this number of seconds.
+_MENTIONED = 10.0
 #: Batch size of the forward passes that find the prefix.
 _IMAGES = 2
 #: Maximum batch size for timing the forms of the prefix.
@@ -188,7 +190,9 @@ class FeatureCallback(L.Callback):
         module: Any = pl_module
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         options, device = self._config.trainer, trainer.strategy.root_device
-        auto = options.cache_features == "auto"
+        auto, default = options.cache_features == "auto", options.prefix is None and options.cache_features == "off"
+        if default and all(parameter.requires_grad for parameter in module.model.parameters()):
+            return
         try:
             prefix = run_prefix(self._config, module.model, self._methods)
             self.prefix = self._choose(prefix, trainer)
@@ -236,7 +240,7 @@ class FeatureCallback(L.Callback):
         shared: PrefixReport | None = trainer.strategy.broadcast(found)
         assert shared is not None
         prefix.form = Form(shared["form"])
-        if trainer.is_global_zero and self._config.trainer.prefix == "auto":
+        if trainer.is_global_zero and self._config.trainer.frozen_prefix == "auto":
             write_text_atomically(self._file, json.dumps(shared) + "\n")
         return shared
 
@@ -277,7 +281,7 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
     However, with ``auto``, a form whose features are already stored is preferred.
     """
     options = config.trainer
-    if options.prefix == "auto" and options.cache_features != "off":
+    if options.frozen_prefix == "auto" and options.cache_features != "off":
         about = _about(config, images, prefix, device)
         stored = [form for form in _forms(config, device) if (Path(options.cache_folder) / _key(about, form)).is_dir()]
         if stored:
@@ -289,8 +293,8 @@ def set_form(config: Config, images: ImageData, prefix: FrozenPrefix, device: to
 def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> PrefixReport:
     """Set the form of the prefix to `trainer.prefix`. With ``auto``, select the form that is fastest on `device`."""
     options = config.trainer
-    if options.prefix != "auto":
-        prefix.form = Form(options.prefix)
+    if options.frozen_prefix != "auto":
+        prefix.form = Form(options.frozen_prefix)
         if prefix.form is Form.BF16 and bf16_is_emulated(device):
             say(
                 f"warning: trainer.prefix=bf16: {device_name(device)} has no bfloat16 instructions, so PyTorch emulates"
@@ -309,19 +313,25 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
             torch.cuda.synchronize(device)
         return features
 
+    prefix.form = Form.FP32
     with _in_training_mode(prefix.model):
-        prefix.form, seconds, deviation = choose_form(run, _forms(config, device))
-    times = ", ".join(f"{format_seconds(value)} {form}" for form, value in seconds.items())
+        exact = None if dtype is None else prefix.features(batch)
+        prefix.form, seconds, deviation = choose_form(run, _forms(config, device), exact)
+    names = {form: "unchanged" if dtype is not None and form == Form.FP32 else form for form in seconds}
+    times = ", ".join(f"{format_seconds(value)} {names[form]}" for form, value in seconds.items())
     say(
-        f"The frozen prefix (up to {prefix.end}) uses the form {prefix.form} (trainer.prefix=auto). {len(batch)} images"
-        f" take {times}. The output deviates from the fp32 output by {format_percent(deviation[prefix.form])}."
+        f"The frozen prefix (up to {prefix.end}) uses the form {names[prefix.form]} (trainer.prefix=auto). {len(batch)}"
+        f" images take {times}. The output deviates from the fp32 output by {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
 
 def _forms(config: Config, device: torch.device) -> list[Form]:
-    in_bf16 = config.trainer.precision == "fp32" and not bf16_is_emulated(device)
-    return [Form.FP32, Form.FOLDED, *([Form.BF16] if in_bf16 else [])]
+    if config.trainer.precision == "fp16" or bf16_is_emulated(device):
+        return [Form.FP32, Form.FOLDED]
+    if config.trainer.precision == "bf16":  # in bf16, `Form.FOLDED` converts the weights in each step
+        return [Form.FP32, Form.BF16]
+    return [Form.FP32, Form.FOLDED, Form.BF16]
 
 
 def _form_report(prefix: FrozenPrefix) -> PrefixReport:
@@ -385,6 +395,44 @@ def run_features(
         f" {prefix.reason}."
     )
     return RunFeatures(prefix, form, store, views, train)
+
+
+def features_hint(
+    config: Config, images: ImageData, network: nn.Module, methods: Sequence[Method], epochs: int, seconds: float
+) -> str | None:
+    """Return a message if a finished run would have been faster with stored features, or None otherwise.
+
+    Args:
+        config: Configuration of the run.
+        images: Data of the run.
+        network: Network on the CPU, to which the methods are applied.
+        methods: Methods of the run.
+        epochs: Number of epochs.
+        seconds: Duration of the training.
+    """
+    options = config.trainer
+    same = config.data.augment.name == "none"  # all views of an image are equal
+    views = 1 if same else options.views
+    if options.cache_features != "off" or epochs <= views:
+        return None
+    try:
+        prefix = run_prefix(config, network, methods)
+        with _in_training_mode(network):
+            share = _share_of_step(prefix, _noise(config, _IMAGES))
+        rows = views * images.splits["train"] + images.splits[images.best_split]
+        size = rows * RowForm(options.cache_dtype, prefix.values).bytes
+        require_room("trainer.cache", options.cache_limit, {Path(options.cache_folder) / "features": size}, "", "")
+    except (UserError, OSError):
+        return None
+    saved = share * (epochs - views) / epochs
+    if share < _WORTH or saved * seconds < _MENTIONED:
+        return None
+    setting = "trainer.cache_features=on" + (" trainer.views=1" if same and options.views > 1 else "")
+    return (
+        f"With {setting}, this run would have been faster by about {format_seconds(saved * seconds)}"
+        f" ({format_percent(saved)}): epochs {views + 1} to {epochs} would have read the features of {prefix.end} from"
+        f" disk ({format_bytes(size)})."
+    )
 
 
 def _about(config: Config, images: ImageData, prefix: FrozenPrefix, device: torch.device) -> dict[str, Any]:

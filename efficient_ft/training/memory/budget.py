@@ -32,6 +32,7 @@ from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, exe
 from efficient_ft.data.reading import Reading
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import tensors_of
@@ -156,7 +157,7 @@ class Predictor:
             examples_load_bytes=examples_load,
             inspection_bytes=self._inspection,
             pretrained=config.model.pretrained or config.model.weights is not None,
-            copies=int(config.trainer.prefix != "fp32" or any(m.warmup_steps for m in build_methods(config))),
+            copies=int(_copies_prefix(config) or any(m.warmup_steps for m in build_methods(config))),
             resumed=self._resumed,
         )
 
@@ -388,3 +389,11 @@ def largest_batch(config: Config, device: torch.device, base_bytes: int, room: i
     while guess > 1 and predicted(guess) > room:
         guess = guess * 9 // 10
     return guess
+
+
+def _copies_prefix(config: Config) -> bool:
+    """Return True if a run may keep a copy of the weights of its frozen prefix."""
+    if config.trainer.prefix is None and list(config.method) == ["full"]:
+        return False
+    selects = any(Axis.SELECTION in (method.axis, *method.other_axes) for method in build_methods(config))
+    return config.trainer.frozen_prefix != "fp32" and (selects or config.trainer.prefix is not None)
