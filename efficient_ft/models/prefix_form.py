@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.models.frozen_batch_norm import FROZEN, FrozenBatchNormAct2d
+from efficient_ft.models.weight_dtype import stores_bf16
 
 #: For each form, the maximum relative deviation (Frobenius norm) of its output from the output in fp32.
 ALLOWED = {"folded": 1e-3, "bf16": 0.05}
@@ -233,6 +234,8 @@ def find_folds(model: nn.Module, run: Callable[[], Tensor]) -> Folds:
             return
         ends[id(output)] = chain, output, output._version
 
+    # Weights that are stored in bfloat16 can only be compared in bfloat16.
+    dtype, limit = (torch.bfloat16, ALLOWED["bf16"]) if stores_bf16(model) else (None, ALLOWED["folded"])
     with torch.no_grad(), torch.autocast(next(model.parameters()).device.type, enabled=False):
         with ExitStack() as hooks:
             for module in model.modules():
@@ -243,8 +246,11 @@ def find_folds(model: nn.Module, run: Callable[[], Tensor]) -> Folds:
         once = [chain for chain in chains if all(calls[module] <= 1 for module in chain.modules())]
         for found in (once, [replace(chain, activation=None) for chain in once], [_Chain(c.layer) for c in once]):
             folds = Folds(found, widest)
-            with suppress(RuntimeError), folds.active(exact.dtype):  # some processors lack some kernels of oneDNN
-                if relative_deviation(run(), exact) <= ALLOWED["folded"]:
+            with (
+                suppress(RuntimeError),
+                folds.active(dtype or exact.dtype),
+            ):  # some processors lack some kernels of oneDNN
+                if relative_deviation(run(), exact) <= limit:
                     return folds
     return Folds([], widest)
 

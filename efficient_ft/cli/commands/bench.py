@@ -35,8 +35,8 @@ PROG = "efficient-ft bench"
 #: Maximum number of threads per processor that ``--threads`` accepts.
 _THREADS_PER_PROCESSOR = 16
 
-#: Recipes of ``bench step`` if none is given. The last recipe is timm's model in its own memory format.
-_DEFAULT_RECIPES = ("last_stage", "lbp_wht", "timm=last_stage:trainer.channels_last=false")
+#: Recipes of ``bench step`` if none is given. The last recipe is timm's unmodified model in its own memory format.
+_DEFAULT_RECIPES = ("last_stage", "lbp_wht", "timm=last_stage:trainer.channels_last=false,trainer.prefix=fp32")
 #: Keys of a ``bench memory`` record whose values are included in the report of ``bench step``.
 PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
 
@@ -57,8 +57,8 @@ name. A key with a dot is the full name of a setting (full:trainer.precision=bf1
 first recipe with the same precision. --dtype both measures each recipe in fp32 and in bf16.
 
 step measures the parts of training steps. On a CPU, feature maps use the channels-last memory format, as in training.
-To measure timm's memory format, set trainer.channels_last=false in a recipe. memory compares the growth of a process
-with the counted peak. loop measures the overhead of the framework over a bare PyTorch loop. gradient compares gradients
+To measure timm's unmodified model, set trainer.channels_last=false and trainer.prefix=fp32 in a recipe. memory compares
+the growth of a process with the counted peak. loop measures the overhead of the framework over a bare PyTorch loop. gradient compares gradients
 with the exact gradients, and counts the bytes saved for the backward pass. optimizer includes torchao and bitsandbytes
 if they are installed. overhead times the forward and the backward pass of a very small ViT, whose arithmetic takes
 almost no time.

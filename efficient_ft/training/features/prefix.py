@@ -34,6 +34,7 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.models.prefix import FrozenPrefix, find_prefix
 from efficient_ft.models.prefix_form import Form, choose_form
+from efficient_ft.models.weight_dtype import stores_bf16
 from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
@@ -315,7 +316,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
     prefix.form = Form.FP32
     with _in_training_mode(prefix.model):
-        exact = None if dtype is None else prefix.features(batch)
+        exact = None if dtype is None or stores_bf16(prefix.model) else prefix.features(batch)
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device), exact)
     names = {form: "unchanged" if dtype is not None and form == Form.FP32 else form for form in seconds}
     times = ", ".join(f"{format_seconds(value)} {names[form]}" for form, value in seconds.items())
