@@ -58,10 +58,10 @@ first recipe with the same precision. --dtype both measures each recipe in fp32 
 
 step measures the parts of training steps. On a CPU, feature maps use the channels-last memory format, as in training.
 To measure timm's unmodified model, set trainer.channels_last=false and trainer.prefix=fp32 in a recipe. memory compares
-the growth of a process with the counted peak. loop measures the overhead of the framework over a bare PyTorch loop. gradient compares gradients
-with the exact gradients, and counts the bytes saved for the backward pass. optimizer includes torchao and bitsandbytes
-if they are installed. overhead times the forward and the backward pass of a very small ViT, whose arithmetic takes
-almost no time.
+the growth of a process with the counted peak. loop measures the overhead of the framework over a bare PyTorch loop.
+gradient compares gradients with the exact gradients, and counts the bytes saved for the backward pass. optimizer
+includes torchao and bitsandbytes if they are installed. overhead times the forward and the backward pass of a very
+small ViT, whose arithmetic takes almost no time.
 
 Times are medians with quartiles. A ratio is the median of recipe / baseline over all rounds. FLOPs and bytes are
 counted from executed operations. On CUDA, the allocator measures peaks.
