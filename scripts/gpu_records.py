@@ -42,8 +42,10 @@ MEMORY = [
 ]  # fmt: skip
 WEIGHTS = "weights=full:trainer.weight_dtype=bf16"
 LAST_STAGE = [
-    "last_stage", "LP-2=lbp_wht:order=2", "LP-4=lbp_wht", "LP-8=lbp_wht:order=8", "DCT-4=lbp_dct",
-    "prefix=lbp_wht:trainer.prefix=auto", "read=lbp_wht:trainer.cache_features=on",
+    "last_stage", "LP-2=lbp_wht:order=2,select=last_stage", "LP-4=lbp_wht:select=last_stage",
+    "LP-8=lbp_wht:order=8,select=last_stage", "DCT-4=lbp_dct:select=last_stage",
+    "prefix=lbp_wht:select=last_stage,trainer.prefix=auto",
+    "read=lbp_wht:select=last_stage,trainer.cache_features=on",
 ]  # fmt: skip
 #: Share of a GPU in bytes, and the recipes and batches that are tried there.
 SHARE = 2 * 2**30
@@ -78,7 +80,7 @@ def main() -> None:
         return
     end = time.monotonic() + options.budget_seconds
     options.folder.mkdir(parents=True, exist_ok=True)
-    failed = [record.stem for record, run in _records(options) if not _measure(record, run, end, options.only)]
+    failed = [record.stem for record, run in _records(options) if not _measure(record, run, end, options)]
     print("\nEvery record exists." if not failed else f"\nMissing records: {', '.join(failed)}. Repeat the command.")
 
 
@@ -111,10 +113,11 @@ def _slug(device: str) -> str:
     return re.sub(r"\W+", "_", model)
 
 
-def _measure(file: Path, run: Callable[[Path, float], bool], end: float, only: list[str]) -> bool:
-    if only and not any(file.stem.startswith(name) for name in only):
+def _measure(file: Path, run: Callable[[Path, float], bool], end: float, options: argparse.Namespace) -> bool:
+    if options.only and not any(file.stem.startswith(name) for name in options.only):
         return True
-    if file.is_file() and "missing" not in json.loads(file.read_text(encoding="utf-8")):
+    cases = json.loads(file.read_text(encoding="utf-8")).get("cases") if file.is_file() else None
+    if file.is_file() and (cases is None or len(cases) >= options.plans):  # only the record of predictions has cases
         print(f"{file.name}: exists", flush=True)
         return True
     if time.monotonic() > end:
@@ -296,7 +299,7 @@ def _fits(recipe: Any, network: Any) -> float | None:
 def plans(options: argparse.Namespace, file: Path, end: float) -> bool:
     """Measure the memory of random recipes, next to the memory that plans predict from their counts.
 
-    The record is written after each case. While cases are missing, the record contains their number as ``missing``.
+    The record is written after each case, and the next call continues with the next case.
     """
     draw, cases = random.Random(0), []
     if file.is_file():
@@ -324,8 +327,7 @@ def plans(options: argparse.Namespace, file: Path, end: float) -> bool:
             case["failure"] = "not measured"
         part.unlink(missing_ok=True)
         cases.append(case)
-        missing = {"missing": options.plans - len(cases)} if len(cases) < options.plans else {}
-        _write(file, {"kind": "plans", "environment": _environment(options.device), **missing, "cases": cases})
+        _write(file, {"kind": "plans", "environment": _environment(options.device), "cases": cases})
     return True
 
 

@@ -447,8 +447,7 @@ def plain_state_dict(
     """Return all weights on the CPU, with adapters merged and with the parameter names of the pretrained model.
 
     `model` is not changed. Modules that were added by methods with ``merges = False`` cannot be merged and keep their
-    names. Weights that are stored in bfloat16 are returned in bfloat16. However, if a method changes weights when it is
-    removed (e.g. to merge adapters), all weights are returned in float32.
+    names. If adapters are merged, weights in bfloat16 are converted to float32, so that the sum is not rounded.
 
     Args:
         model: model to which the methods were applied.
@@ -457,18 +456,16 @@ def plain_state_dict(
             Tensors that are not copied share memory with `model` and must be used before the next training step.
     """
     merged = [method for method in reversed(in_order(methods)) if method.merges]
-    merges_weights = any(method.changes_weights for method in merged)
-    share = not copy_weights and not merges_weights
-    # `_remove` sets `requires_grad` and frees gradients. Parameters that share memory must therefore be new objects, so
-    # that the parameters of `model` do not change.
+    share = not copy_weights and not any(method.changes_weights for method in merged)
+    # Parameters that share memory must be new objects, because `_remove` sets `requires_grad` and frees gradients.
     of_model = [*model.parameters(), *model.buffers()] if share else []
     same_memory = {
         id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
     }
     plain = copy.deepcopy(model, same_memory)
-    if merges_weights:
-        to_float32(plain)  # a merged update would be lost if it were rounded to bfloat16
     for method in merged:
+        if method.changes_weights:
+            to_float32(plain)
         method._remove(plain)
     return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}
 

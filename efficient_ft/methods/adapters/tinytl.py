@@ -133,7 +133,7 @@ class TinyTL(Method):
                 self.groups,
                 stride_of(block),
             )
-            block.lite_residual = lite.to(block.conv_pw.weight.device, dtype_of_added(block)).train(block.training)
+            block.lite_residual = lite.to(next(block.parameters()).device, dtype_of_added(block)).train(block.training)
             block.__class__ = InvertedResidualWithLite
         note = "GroupNorm replaces every BatchNorm, so the pretrained weights must have been trained with GroupNorm"
         notes = (note,) if norms else ()
