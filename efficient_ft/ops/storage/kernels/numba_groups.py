@@ -14,32 +14,19 @@ from typing import Any
 
 import numpy as np
 from numba import carray, float32, int32, njit, uint8, uint16, uint32, uint64
-from numba.extending import intrinsic
 
-from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _ordered, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_kernels import (
+    _address,
+    _bits_of,
+    _float_of,
+    _noise,
+    _ordered,
+    _take,
+    as_job,
+)
 
 # This error model omits the check for division by zero, because the check would prevent vectorization.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")
-
-
-@intrinsic
-def _bits_of(typing: Any, number: Any) -> Any:
-    """Reinterpret a float32 as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(int32))
-
-    return int32(float32), generate
-
-
-@intrinsic
-def _float_of(typing: Any, bits: Any) -> Any:
-    """Reinterpret an int32 as a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(float32))
-
-    return float32(int32), generate
 
 
 @_jit

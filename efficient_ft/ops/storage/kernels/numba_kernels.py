@@ -52,6 +52,40 @@ def _address(typing: Any, integer: Any) -> Any:
     return types.voidptr(integer), generate
 
 
+@intrinsic
+def _bits_of(typing: Any, number: Any) -> Any:
+    """Reinterpret a float32 as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(int32))
+
+    return int32(float32), generate
+
+
+@intrinsic
+def _float_of(typing: Any, bits: Any) -> Any:
+    """Reinterpret an int32 as a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(float32))
+
+    return float32(int32), generate
+
+
+@_jit
+def from_bfloat16(bits):
+    """Convert the bits of a bfloat16 number, an int16, to float32."""
+    return _float_of(int32(bits) << int32(16))
+
+
+@_jit
+def to_bfloat16(value):
+    """Round a float32 to bfloat16 (to nearest, ties to even), and return the bits as an int16. NaN becomes 0x7FC0."""
+    bits = _bits_of(value)
+    rounded = int32(bits + int32(0x7FFF) + ((bits >> int32(16)) & int32(1))) >> int32(16)
+    return int16(int32(rounded) if value == value else int32(0x7FC0))
+
+
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     """Return a decorator that compiles a function with one pointer argument to a C function.
 
