@@ -16,8 +16,8 @@ from efficient_ft.ops.storage.kernels.numba_kernels import (
     _ordered,
     _take,
     as_job,
-    from_bfloat16,
-    to_bfloat16,
+    to_bits,
+    to_float,
 )
 
 # `reassoc` permits the vectorization of sums, and `contract` fuses a product and a sum. NaN is preserved.
@@ -44,7 +44,7 @@ def _exp(x):
 def _largest(scores, rests, row, row_bits):
     """Write the sums of two bfloat16 rows to `row`, and return the maximum as an ordered integer (see `_ordered`)."""
     for i in range(len(scores)):
-        row[i] = from_bfloat16(scores[i]) + from_bfloat16(rests[i])
+        row[i] = to_float(scores[i]) + to_float(rests[i])
     largest = int32(-0x80000000)
     for i in range(len(scores)):
         largest = max(largest, _ordered(row_bits[i]))
@@ -64,7 +64,7 @@ def _exponentials(row, largest):
 @_jit
 def _weights(row, inverse, weights):
     for i in range(len(row)):
-        weights[i] = to_bfloat16(row[i] * inverse)
+        weights[i] = to_bits(weights, row[i] * inverse)
 
 
 @_jit
@@ -73,15 +73,15 @@ def _weights_and_product(row, inverse, weights, gradients):
     for i in range(len(row)):
         p = row[i] * inverse
         row[i] = p
-        weights[i] = to_bfloat16(p)
-        total += p * from_bfloat16(gradients[i])
+        weights[i] = to_bits(weights, p)
+        total += p * to_float(gradients[i])
     return total
 
 
 @_jit
 def _gradients(row, mean, scale, gradients):
     for i in range(len(row)):
-        gradients[i] = to_bfloat16(row[i] * (from_bfloat16(gradients[i]) - mean) * scale)
+        gradients[i] = to_bits(gradients, row[i] * (to_float(gradients[i]) - mean) * scale)
 
 
 @functools.cache

@@ -101,7 +101,8 @@ class _FusedAttention(torch.autograd.Function):
         if y.requires_grad:
             found = torch.autograd.grad(y, y.attention_inputs, g)
         else:
-            found = attention_gradients(*y.attention_inputs, g, ctx.scale, ctx.compiled)
+            q, k, v = y.attention_inputs
+            found = attention_gradients(q, k, v, g, ctx.scale, ctx.compiled)
         return None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
@@ -113,15 +114,14 @@ def _attention_again(
     An autograd graph is recorded, unless `attention_gradients` supports the unpacked tensors.
     """
     remaining = iter(tensors)
-    kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
+    q, k, v = inputs = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
-    if bias is None and supports_attention(*kept):
-        y = attention_output(*kept, scale, compiled)
-        y.attention_inputs = kept  # type: ignore[attr-defined]
-        return y
-    with torch.enable_grad():
-        q, k, v = inputs = [x.detach().requires_grad_() for x in kept]
-        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    if bias is None and supports_attention(q, k, v):
+        y = attention_output(q, k, v, scale, compiled)
+    else:
+        with torch.enable_grad():
+            q, k, v = inputs = [x.detach().requires_grad_() for x in inputs]
+            y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
     y.attention_inputs = inputs  # type: ignore[attr-defined]
     return y
 
