@@ -14,13 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.attention import attention_gradients, attention_output, supports_attention
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import matmul, product
 from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to
 from efficient_ft.ops.saving.table import name_of, packed_operation, packs
-from efficient_ft.ops.storage import Packed
+from efficient_ft.ops.storage import Dense, Packed
 
 aten = torch.ops.aten
 
@@ -72,18 +73,21 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: Any, bias: Tensor | None
+        ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float | None, bias: Tensor | None
     ) -> Tensor:
         packer = mode.policy.fused
         assert packer is not None
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
         y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
         parts = [mode.keep(x, packer, y.dtype, 1, role=role) for x, role in zip((q, k, v), "qkv", strict=True)]
-        unpack = partial(_attention_again, [(p.unpack, len(p.tensors)) for p in parts], scale, bias is not None)
+        ctx.compiled = not isinstance(packer, Dense)  # exact methods do not load the compiler of the kernels
+        form = [(p.unpack, len(p.tensors)) for p in parts]
+        unpack = partial(_attention_again, form, scale, bias is not None, ctx.compiled)
         tensors = (*(t for p in parts for t in p.tensors), *(() if bias is None else (bias,)))
         shared = SharedUnpack(unpack, mode.state.last)
         shared.add_user()
         save(ctx, Packed(tensors, shared, shared))
-        ctx.types = (q.dtype, k.dtype, v.dtype)
+        ctx.types, ctx.scale = (q.dtype, k.dtype, v.dtype), scale
         if mode.policy.derived_all and y.dim() == 4:
             mode.set_source(
                 y.transpose(1, 2).flatten(2), Packed(tensors, partial(apply_to, _merge_heads, shared), shared)
@@ -94,18 +98,30 @@ class _FusedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = load(ctx)
-        found = torch.autograd.grad(y, y.attention_inputs, g)
+        if y.requires_grad:
+            found = torch.autograd.grad(y, y.attention_inputs, g)
+        else:
+            q, k, v = y.attention_inputs
+            found = attention_gradients(q, k, v, g, ctx.scale, ctx.compiled)
         return None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
-def _attention_again(parts: Sequence[tuple[Any, int]], scale: Any, has_bias: bool, *tensors: Tensor) -> Tensor:
-    """Recompute attention from the saved tensors of q, k and v, and record an autograd graph."""
+def _attention_again(
+    parts: Sequence[tuple[Any, int]], scale: float, has_bias: bool, compiled: bool, *tensors: Tensor
+) -> Tensor:
+    """Recompute attention from the saved tensors of q, k and v.
+
+    An autograd graph is recorded, unless `attention_gradients` supports the unpacked tensors.
+    """
     remaining = iter(tensors)
-    kept = [unpack(*islice(remaining, count)) for unpack, count in parts]
+    q, k, v = inputs = [unpack(*islice(remaining, count)) for unpack, count in parts]
     bias = next(remaining) if has_bias else None
-    with torch.enable_grad():
-        q, k, v = inputs = [x.detach().requires_grad_() for x in kept]
-        y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
+    if bias is None and supports_attention(q, k, v):
+        y = attention_output(q, k, v, scale, compiled)
+    else:
+        with torch.enable_grad():
+            q, k, v = inputs = [x.detach().requires_grad_() for x in inputs]
+            y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
     y.attention_inputs = inputs  # type: ignore[attr-defined]
     return y
 

@@ -53,17 +53,17 @@ def hashes(count: int, seed: Tensor, device: torch.device) -> Tensor:
     return h ^ (h >> 16)
 
 
-def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Convert uint8 codes q (outer, G, inner) to float32 values between `low` (G,) and `high` (G,)."""
+def dequantize(q: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Convert uint8 codes q (outer, G, inner) to values of `dtype` between `low` (G,) and `high` (G,)."""
     if isinstance(q, FakeTensor):
-        return low.new_empty(q.shape)
+        return low.new_empty(q.shape, dtype=dtype)
     if q.numel() and (kernels := kernels_for(low)):
-        return kernels.dequantize(q, low, high)
-    return dequantize_reference(q, low, high)
+        return kernels.dequantize(q, low, high, dtype)
+    return dequantize_reference(q, low, high).to(dtype)
 
 
 def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Compute `dequantize` in plain PyTorch (reference implementation)."""
+    """Compute `dequantize` in plain PyTorch and in float32 (reference implementation)."""
     return low[:, None] + q.float() * ((high - low) / 255)[:, None]
 
 

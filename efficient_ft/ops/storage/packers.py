@@ -352,7 +352,7 @@ def _convert_back(dtype: torch.dtype, x: Tensor) -> Tensor:
 
 
 def _dequantize_back(dtype: torch.dtype, q: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    return dequantize(q, low, high).to(dtype)
+    return dequantize(q, low, high, dtype)
 
 
 def _sparse_back(shape: torch.Size, dtype: torch.dtype, n: int, values: Tensor, bitmap: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ def test_eight_bit_kernels_equal_the_reference(shape, dtype):
         q = cpu.quantize(x, low, high, torch.tensor(seed))
         assert_same_bits(q, eight_bits.quantize_reference(x, low, high, torch.tensor(seed)))
     assert_same_bits(cpu.dequantize(q, low, high), eight_bits.dequantize_reference(q, low, high))
+    assert_same_bits(cpu.dequantize(q, low, high, dtype), eight_bits.dequantize_reference(q, low, high).to(dtype))
     for a, b in zip(cpu.extremes(x), eight_bits.extremes_reference(x), strict=True):
         assert a.dtype == torch.float32
         assert torch.equal(a, b)
@@ -33,15 +34,17 @@ def test_eight_bit_kernels_equal_the_reference(shape, dtype):
 @settings(max_examples=50)
 @given(
     shape=st.tuples(st.integers(1, 40), st.integers(1, 5), st.one_of(st.integers(1, 40), st.integers(1020, 1030))),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31 - 1),
 )
-def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, seed):
-    x, low, high = groups(shape)
+def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, dtype, seed):
+    x, low, high = groups(shape, dtype)
     # The input is non-contiguous, like a permuted activation.
     x = x.transpose(0, 2).contiguous().transpose(0, 2)
     q = cpu.quantize(x, low, high, torch.tensor(seed))
     assert torch.equal(q, eight_bits.quantize_reference(x, low, high, torch.tensor(seed)))
-    assert torch.equal(cpu.dequantize(q, low, high), eight_bits.dequantize_reference(q, low, high))
+    found, expected = cpu.dequantize(q, low, high, dtype), eight_bits.dequantize_reference(q, low, high).to(dtype)
+    assert_same_bits(found, expected)
     for a, b in zip(cpu.extremes(x), eight_bits.extremes_reference(x), strict=True):
         assert torch.equal(a, b)
 

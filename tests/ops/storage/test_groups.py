@@ -181,6 +181,12 @@ def test_cpu_kernels_equal_the_reference_on_special_values(bits):
         x[[3, 500, 999]] = special
         assert_kernels_equal_reference(x, bits, 64, None)
         assert_kernels_equal_reference(torch.full((70,), special), bits, 64, None)
+        half = x.bfloat16()
+        found = groups.group_pack(half, bits, 64)
+        assert_same_form(found, groups.group_pack_reference(half, bits, 64, None))
+        expected = groups.group_unpack_reference(*found, 1000, bits).bfloat16()
+        back = groups.group_unpack(*found, 1000, bits, torch.bfloat16)
+        torch.testing.assert_close(back, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.slow

@@ -76,27 +76,27 @@ def sparse_unpack(values: Tensor, bitmap: Tensor, n: int, dtype: torch.dtype) ->
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """Compute `ops.storage.quantize`."""
     q = torch.empty(x.shape, dtype=torch.uint8)
-    x = x.contiguous().float()
+    x = _loadable(x).contiguous()
     steps = 255 / (high - low).clamp_min(1e-30)
     shape, ranges = _rows(x, low, steps)
-    run_in_threads(_kernels().quantize(), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
+    run_in_threads(_kernels().quantize(x.element_size()), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
     return q
 
 
-def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def dequantize(q: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute `ops.storage.dequantize`."""
-    q, x = q.contiguous(), torch.empty(q.shape, dtype=torch.float32)
+    q, x = q.contiguous(), torch.empty(q.shape, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
     shape, ranges = _rows(q, low, (high - low) / 255)
-    run_in_threads(_kernels().dequantize(), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
-    return x
+    run_in_threads(_kernels().dequantize(x.element_size()), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
+    return x.to(dtype)
 
 
 def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `ops.storage.extremes`."""
-    x, groups = x.contiguous().float(), x.shape[1]
+    x, groups = _loadable(x).contiguous(), x.shape[1]
     shape, _ = _rows(x)
     low, high = torch.empty(2, shape[0], shape[5], dtype=torch.float32).unbind()
-    run_in_threads(_kernels().extremes(), [*shape, *(t.data_ptr() for t in (x, low, high))])
+    run_in_threads(_kernels().extremes(x.element_size()), [*shape, *(t.data_ptr() for t in (x, low, high))])
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 
 
@@ -106,12 +106,13 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
     x (M, L) consists of M pieces. The last dimension of x must be contiguous, and L must be a multiple of `length`
     unless M is 1. `seed` is an int64 scalar tensor. If `seed` is None, values are rounded to nearest.
     """
-    x, n = x.float(), x.numel()
+    x, n = _loadable(x), x.numel()
     groups = -(-n // length)
     codes = torch.empty(groups, length * bits // 8, dtype=torch.uint8)
     ranges = torch.empty(2, groups, dtype=torch.float16)
     addresses = [t.data_ptr() for t in (x, codes, ranges)]
-    kernel, number = _groups().pack(bits, length, seed is not None), 0 if seed is None else int(seed)
+    kernel = _groups().pack(bits, length, seed is not None, x.dtype == torch.bfloat16)
+    number = 0 if seed is None else int(seed)
     run_in_threads(kernel, [*_in_blocks(groups, length), groups, length, n, *x.shape, x.stride(0), number, *addresses])
     return codes, ranges
 
@@ -120,10 +121,16 @@ def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.
     """Compute `ops.storage.group_unpack`."""
     codes, ranges = codes.contiguous(), ranges.float()
     groups, length = len(codes), codes.shape[1] * 8 // bits
-    x = torch.empty(n, dtype=torch.float32)
+    half = dtype == torch.bfloat16
+    x = torch.empty(n, dtype=dtype if half else torch.float32)
     addresses = [t.data_ptr() for t in (codes, ranges, x)]
-    run_in_threads(_groups().unpack(bits, length), [*_in_blocks(groups, length), groups, length, n, *addresses])
+    run_in_threads(_groups().unpack(bits, length, half), [*_in_blocks(groups, length), groups, length, n, *addresses])
     return x.to(dtype)
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """Return x in a dtype that the kernels can load: x itself if x is bfloat16, or x in float32 otherwise."""
+    return x if x.dtype == torch.bfloat16 else x.float()
 
 
 def _in_blocks(groups: int, length: int) -> tuple[int, int]:

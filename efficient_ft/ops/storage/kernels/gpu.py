@@ -147,14 +147,14 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 
 
 @_on_its_device
-def dequantize(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
+def dequantize(q: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute `ops.storage.dequantize`."""
     q, x = q.contiguous(), low.new_empty(q.shape)
     grid = (-(-x.numel() // _BLOCK),)
     _kernels().dequantize[grid](
         q, low, (high - low) / 255, x, x.numel(), *x.shape[1:], BLOCK=_BLOCK, enable_fp_fusion=False
     )
-    return x
+    return x.to(dtype)
 
 
 @_on_its_device

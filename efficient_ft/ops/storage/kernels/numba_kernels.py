@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,60 @@ def _address(typing: Any, integer: Any) -> Any:
         return builder.inttoptr(args[0], cgutils.voidptr_t)
 
     return types.voidptr(integer), generate
+
+
+@intrinsic
+def _bits_of(typing: Any, number: Any) -> Any:
+    """Reinterpret a float32 as an int32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(int32))
+
+    return int32(float32), generate
+
+
+@intrinsic
+def _float_of(typing: Any, bits: Any) -> Any:
+    """Reinterpret an int32 as a float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(float32))
+
+    return float32(int32), generate
+
+
+@intrinsic
+def to_float(typing: Any, bits: Any) -> Any:
+    """Convert the bits of a bfloat16 number (an int16) or of a float32 number (an int32) to float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        wide = args[0]
+        if signature.args[0] == int16:
+            zeros = context.get_constant(int32, 16)
+            wide = builder.shl(builder.zext(wide, context.get_value_type(int32)), zeros)
+        return builder.bitcast(wide, context.get_value_type(float32))
+
+    return (float32(bits), generate) if bits in (int16, int32) else None
+
+
+@intrinsic
+def to_bits(typing: Any, x: Any, number: Any) -> Any:
+    """Return the bits of a float32 number as an element of the array x.
+
+    If the elements are int16, the number is rounded to bfloat16 (to nearest, ties to even), and NaN becomes 0x7FC0.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        bits = builder.bitcast(args[1], context.get_value_type(int32))
+        if signature.return_type == int32:
+            return bits
+        constant = partial(context.get_constant, int32)
+        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+        rounded = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
+        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
+        return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), context.get_value_type(int16))
+
+    return (x.dtype(x, float32), generate) if x.dtype in (int16, int32) else None
 
 
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
@@ -221,25 +276,26 @@ def _noise(i, base):
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
         # The clamped values are not negative, so truncation rounds down.
-        q[i] = uint8(int32(min(max((x[i] - low[i]) * step[i] + _noise(i, base), float32(0)), float32(255))))
+        scaled = (to_float(x[i]) - low[i]) * step[i]
+        q[i] = uint8(int32(min(max(scaled + _noise(i, base), float32(0)), float32(255))))
 
 
 @_jit
 def _quantize_long(x, low, step, base, q):
     for i in range(len(x)):
-        q[i] = uint8(int32(min(max((x[i] - low) * step + _noise(i, base), float32(0)), float32(255))))
+        q[i] = uint8(int32(min(max((to_float(x[i]) - low) * step + _noise(i, base), float32(0)), float32(255))))
 
 
 @_jit
 def _dequantize_short(q, low, step, x):
     for i in range(len(q)):
-        x[i] = low[i] + float32(q[i]) * step[i]
+        x[i] = to_bits(x, low[i] + float32(q[i]) * step[i])
 
 
 @_jit
 def _dequantize_long(q, low, step, x):
     for i in range(len(q)):
-        x[i] = low + float32(q[i]) * step
+        x[i] = to_bits(x, low + float32(q[i]) * step)
 
 
 @_jit
@@ -248,20 +304,20 @@ def _ordered(bits):
 
     Integers are compared instead of floats, because integer comparisons are vectorized.
     """
-    return bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF))
+    return int32(bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
 
 
 @_jit
-def _extremes_short(bits, low, high):
-    for i in range(len(bits)):
-        value = _ordered(bits[i])
+def _extremes_short(x, low, high):
+    for i in range(len(x)):
+        value = _ordered(_bits_of(to_float(x[i])))
         low[i], high[i] = min(low[i], value), max(high[i], value)
 
 
 @_jit
-def _extremes_long(bits, low, high):
-    for i in range(len(bits)):
-        value = _ordered(bits[i])
+def _extremes_long(x, low, high):
+    for i in range(len(x)):
+        value = _ordered(_bits_of(to_float(x[i])))
         low, high = min(low, value), max(high, value)
     return low, high
 
@@ -331,15 +387,16 @@ def unpack(size: int) -> Any:
 
 
 @functools.cache
-def quantize() -> Any:
-    """Compile the job that quantizes float32 values."""
+def quantize(size: int) -> Any:
+    """Compile the job that quantizes values of `size` bytes (bfloat16 or float32)."""
+    integer = _INTEGERS[size]
 
-    @as_job(cache=True)
+    @as_job(size, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         seed = job[8]
-        x = carray(_address(job[9]), (rows, groups, inner), float32)
+        x = carray(_address(job[9]), (rows, groups, inner), integer)
         low, step = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
         q = carray(_address(job[12]), (rows, groups, inner), uint8)
         while True:
@@ -358,16 +415,17 @@ def quantize() -> Any:
 
 
 @functools.cache
-def dequantize() -> Any:
-    """Compile the job that dequantizes to float32 values."""
+def dequantize(size: int) -> Any:
+    """Compile the job that dequantizes to values of `size` bytes (bfloat16 or float32)."""
+    integer = _INTEGERS[size]
 
-    @as_job(cache=True)
+    @as_job(size, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         q = carray(_address(job[8]), (rows, groups, inner), uint8)
         low, step = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
-        x = carray(_address(job[11]), (rows, groups, inner), float32)
+        x = carray(_address(job[11]), (rows, groups, inner), integer)
         while True:
             taken = _take(job)
             if taken >= blocks:
@@ -383,17 +441,19 @@ def dequantize() -> Any:
 
 
 @functools.cache
-def extremes() -> Any:
+def extremes(size: int) -> Any:
     """Compile the job that computes the minimum and maximum of each block of rows.
 
-    Both are computed separately for each group, or for each element of a row if groups are short.
+    Both are computed separately for each group, or for each element of a row if groups are short. The values have
+    `size` bytes (bfloat16 or float32).
     """
+    integer = _INTEGERS[size]
 
-    @as_job(cache=True)
+    @as_job(size, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
-        x = carray(_address(job[8]), (rows, groups, inner), int32)
+        x = carray(_address(job[8]), (rows, groups, inner), integer)
         low = carray(_address(job[9]), (blocks, ranges), int32)
         high = carray(_address(job[10]), (blocks, ranges), int32)
         while True:
