@@ -139,6 +139,25 @@ def test_the_sum_is_in_single_precision_and_the_result_in_the_layer_s_type() -> 
     torch.testing.assert_close(found.float(), expected.reshape(2, 5, 48), rtol=0.05, atol=0.02)
 
 
+def test_the_gate_is_in_single_precision_under_autocast() -> None:
+    """In bf16, many probabilities would be equal, so that a token would choose its experts by their order."""
+    model, _ = with_experts(top_k=1)
+    mlp = model.blocks[1].mlp.float()
+    with torch.no_grad():
+        mlp.gate.weight.div_(100)
+    counts: list[int] = []
+    for expert in mlp.experts:
+        expert.register_forward_pre_hook(lambda _m, args: counts.append(len(args[0])))
+    x = torch.randn(64, 16, 48)
+    with torch.no_grad():
+        mlp(x)
+        exact = counts[:]
+        counts.clear()
+        with torch.autocast("cpu", torch.bfloat16):
+            mlp(x)
+    assert counts == exact
+
+
 # ------------------------------------------------------------------------------------------------ the cost of a step
 def test_an_expert_without_tokens_is_not_run() -> None:
     model, _ = with_experts(num_experts=8, top_k=2, gates=0.0)

@@ -27,6 +27,7 @@ from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.models.weight_dtype import dtype_of_added
+from efficient_ft.ops.autocast import autocast_disabled
 from efficient_ft.ops.saving import packing_suspended
 
 #: Feed-forward networks from `timm` that process each token independently.
@@ -69,7 +70,10 @@ class _ExpertsForward(OwnForward):
         """Return the sum of the outputs of each token's experts, (T, C), weighted in at least float32."""
         mlp: Any = self.module
         experts = [self.within, *mlp.experts]
-        probability_TE = mlp.gate(x_TC).to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
+        # Autocast is disabled, because many probabilities would be equal in half precision (as in Switch Transformers).
+        with autocast_disabled(x_TC):
+            scores_TE = mlp.gate(x_TC.to(next(mlp.gate.parameters()).dtype))
+            probability_TE = scores_TE.to(torch.promote_types(x_TC.dtype, torch.float32)).softmax(-1)
         # A stable sort is used instead of topk, so that ties (as in a new gate) are reproducible.
         weight_TE, expert_TE = probability_TE.sort(dim=-1, descending=True, stable=True)
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()

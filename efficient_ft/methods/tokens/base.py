@@ -40,7 +40,8 @@ from efficient_ft.ops.tokens import (
 #: Names of the submodules that a supported block may have, and of the required submodules in order of execution.
 _BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
 _ORDER = ["norm1", "attn", "norm2", "mlp"]
-#: Functions that compute the attention map (B, H, N, N) in unfused attention.
+#: Functions that compute the scores q kᵀ and the attention map (B, H, N, N) in unfused attention.
+PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
 
 
@@ -51,8 +52,8 @@ class Attention(TorchFunctionMode):
         prefix: number P of prefix tokens. The first prefix token is the class token.
 
     Attributes:
-        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads, or None
-            if no attention was computed.
+        scores_BL: attention of the class token to each of the L = N − P patch tokens, averaged over the heads, in at
+            least single precision. The attribute is None if no attention was computed.
     """
 
     scores_BL: Tensor | None = None
@@ -60,6 +61,8 @@ class Attention(TorchFunctionMode):
     def __init__(self, prefix: int) -> None:
         super().__init__()
         self.prefix = prefix
+        #: Factors and result of the last matrix product before the softmax.
+        self._product: tuple[Any, ...] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,9 +75,27 @@ class Attention(TorchFunctionMode):
             self.scores_BL = class_attention(q, k, self.prefix, kwargs.get("scale"))
             return func(q, k, *others, **kwargs)
         result = func(*args, **kwargs)
-        if func in SOFTMAX and result.dim() == 4:
-            self.scores_BL = result[:, :, 0, self.prefix :].mean(1)
+        if func in PRODUCTS and self.scores_BL is None:
+            self._product = (*args, *kwargs.values(), result)
+        elif func in SOFTMAX and result.dim() == 4:
+            self.scores_BL, self._product = self._of_map(args[0], result), ()
         return result
+
+    def _of_map(self, logits_BHNN: Tensor, map_BHNN: Tensor) -> Tensor:
+        """Return the attention of the class token. `logits_BHNN` is the input of the softmax."""
+        wide = torch.promote_types(logits_BHNN.dtype, torch.float32)
+        scores_BL = map_BHNN[:, :, 0, self.prefix :].mean(1, dtype=wide)
+        if logits_BHNN.dtype == wide:
+            return scores_BL
+        # In half precision, many tokens would have equal scores. The values are therefore computed in single precision.
+        # The gradients flow through the attention map, so that no further tensor is saved.
+        with torch.no_grad(), packing_suspended():
+            if self._product and self._product[-1] is logits_BHNN:
+                q_BHND, k_BHDN, _ = self._product
+                values_BL = class_attention(q_BHND, k_BHDN.mT, self.prefix, 1.0)
+            else:
+                values_BL = logits_BHNN[:, :, 0].to(wide).softmax(-1)[..., self.prefix :].mean(1)
+        return scores_BL + (values_BL - scores_BL.detach())
 
 
 class Place(NamedTuple):

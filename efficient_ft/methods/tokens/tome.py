@@ -21,13 +21,10 @@ from efficient_ft.methods.checks import check_bool, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
+from efficient_ft.methods.tokens.base import PRODUCTS, SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, token_context, unmerge
-
-#: Functions that compute the scores q kᵀ in unfused attention.
-_PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 
 
 class _SizedAttention(TorchFunctionMode):
@@ -50,7 +47,7 @@ class _SizedAttention(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._fused(func, *args, **kwargs)
-        if func in _PRODUCTS:
+        if func in PRODUCTS:
             self._factor = args[1]
         elif func in SOFTMAX and args[0].dim() == 4 and self._factor is not None:
             self._record(self._factor.mT)
