@@ -1,33 +1,41 @@
 """Select the precision of a run with ``trainer.precision=auto``.
 
-A run uses bf16 if the processor or the GPU has bf16 units, and fp32 otherwise. On a CPU, a short measurement can only
-reject bf16, and its result is stored in the user's cache folder. The first process decides for all processes. The
+A run uses bf16 if the processor or the GPU has bf16 instructions, and fp32 otherwise. On a CPU, a short measurement can
+only reject bf16, and its result is stored in the user's cache folder. The first process decides for all processes. The
 run folder contains the precision, so that a resumed run and evaluations of its weights use the same precision.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-import platform
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import nn
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_ratio
 from efficient_ft.core.parsing import parse_json
+from efficient_ft.cost import AUTOCAST, TrainingStep
+from efficient_ft.cost.probe import undisturbed
+from efficient_ft.methods.base import apply_methods
+from efficient_ft.methods.build import build_methods
 from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
+from efficient_ft.training.bf16_units import has_bf16_units
+from efficient_ft.training.costs import step_spec
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output.console import rank, say
 from efficient_ft.training.processes import from_first, is_connected
 
@@ -36,8 +44,10 @@ from efficient_ft.training.processes import from_first, is_connected
 NAME = "precision.json"
 #: The measurement rejects bf16 if its time exceeds the time of fp32 by this factor.
 _SLOWER = 1.1
-#: Number of measured rounds, after one warm-up round.
+#: Number of rounds in which products are timed, after one warm-up round.
 _ROUNDS = 3
+#: Maximum number of images and approximate time (seconds) of a timed step of a network in fp32.
+_MOST_IMAGES, _STEP_SECONDS = 8, 0.5
 
 
 class Choice(NamedTuple):
@@ -66,7 +76,7 @@ def resolve_precision(config: Config, device: torch.device, folder: Path | None 
         return config
     # If Lightning starts the other processes, they are not connected yet. The first process has then written the file.
     decides = rank() == 0 or not is_connected()
-    choice = from_first((_stored(folder) or choose_precision(device)) if decides else None)
+    choice = from_first((_stored(folder) or choose_precision(config, device)) if decides else None)
     say(f"Precision: {choice.precision} ({choice.reason}). {choice.other}".rstrip())
     return config.with_precision(choice.precision)
 
@@ -98,85 +108,135 @@ def _stored(folder: Path | None) -> Choice | None:
     return Choice(precision, f"the run started in {precision} on {device}")
 
 
-def choose_precision(device: torch.device) -> Choice:
+def choose_precision(config: Config, device: torch.device) -> Choice:
     """Return the precision of a new run on `device`."""
     name = {"cpu": "processor", "cuda": "GPU"}.get(device.type)
     if name is None:
         return Choice("fp32", f"trainer.precision=auto does not use bf16 on {device.type}")
     if not has_bf16_units(device):
         return Choice("fp32", f"the {name} has no bf16 instructions")
-    slower = relative_time() if device.type == "cpu" else 0.0
-    if slower > _SLOWER:
-        ratio = f"bf16 takes {format_ratio(slower)} the time of fp32 on this processor"
-        return Choice("fp32", ratio, "trainer.precision=bf16 trains in bf16.")
+    slower = _relative_time(config) if device.type == "cpu" else None
+    if slower is not None and slower.ratio > _SLOWER:
+        reason = f"bf16 takes {format_ratio(slower.ratio)} the time of fp32 {slower.what} on this processor"
+        return Choice("fp32", reason, "trainer.precision=bf16 trains in bf16.")
     has = f"the {name} has bf16 instructions"
     return Choice("bf16", f"autocast; {has}", "trainer.precision=fp32 trains in fp32.")
 
 
-def has_bf16_units(device: torch.device) -> bool:
-    """Return True if a CPU or a CUDA device has instructions for products in bfloat16."""
-    if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    # On x86, oneDNN also accepts bf16 on processors that have AVX-512 but not its bf16 instructions. Processors with
-    # AMX have these instructions.
-    supported: bool = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    is_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    return supported and (not is_x86 or torch.cpu._is_avx512_bf16_supported())
+class _Slower(NamedTuple):
+    """A time of bf16 divided by the time of fp32, and the name of the timed computation."""
+
+    ratio: float
+    what: str
 
 
-def bf16_is_emulated(device: torch.device) -> bool:
-    """Return True if a CPU or a CUDA device has no bfloat16 instructions. Other devices are not checked."""
-    return device.type in ("cpu", "cuda") and not has_bf16_units(device)
+def _relative_time(config: Config) -> _Slower:
+    """Compare the times of bf16 and fp32 on this processor. Results are read from the user's cache folder.
 
-
-def relative_time() -> float:
-    """Return the time of bf16 divided by the time of fp32 on this processor.
-
-    The result is read from the user's cache folder. If the folder has no valid result, the times are measured.
+    Only networks with depthwise convolutions are timed. For some of these convolutions, oneDNN has no fast kernel in
+    bf16: those with a stride, and the gradients of kernels that are larger than 3 x 3.
     """
-    file, key = cache_file(), f"{device_name('cpu')}, torch {torch.__version__}"
-    known: dict[str, Any] = {}
+    here = f"{device_name('cpu')}, torch {torch.__version__}"
+    products = _Slower(_cached(here, products_time), "in matrix products and convolutions")
+    if products.ratio > _SLOWER or not _has_depthwise_convolutions(config):
+        return products
+    settings = config.model_dump_json(include={"model", "method"}).encode()
+    digest = hashlib.blake2b(settings, digest_size=4).hexdigest()
+    key = f"{here}, {config.model.name}, {'+'.join(config.method)}, {digest}"
+    return _Slower(_cached(key, lambda: network_time(config)), "in a step of this network")
+
+
+def _cached(key: str, measure: Callable[[], float]) -> float:
+    """Return a result of the cache file. If the file has no valid result, measure and store the result."""
+    file, known = cache_file(), {}
     with suppress(OSError, ValueError):
         read = parse_json(file.read_text(encoding="utf-8"))
         known = read if isinstance(read, dict) else {}
     ratio = known.get(key)
     if isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0:
         return ratio
-    ratio = measured_time()
-    with suppress(OSError):  # without a writable folder, every process measures
+    ratio = measure()
+    with suppress(OSError):  # without a writable folder, every run measures
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(file, json.dumps({**known, key: ratio}, indent=1) + "\n")
     return ratio
 
 
 def cache_file() -> Path:
-    """Return the file that contains the results of `relative_time`, in the user's cache folder."""
+    """Return the file with the measured times, in the user's cache folder."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "efficient_ft" / NAME
 
 
-def measured_time() -> float:
-    """Measure the result of `relative_time` with a linear layer and a convolution, forward and backward.
+def products_time() -> float:
+    """Time a linear layer and a convolution, forward and backward. Return the time of bf16 divided by that of fp32.
 
-    The two precisions alternate. The measurement takes less than a second and uses no random numbers.
+    The measurement takes less than a second and uses no random numbers.
     """
-    tokens, weight = torch.ones(394, 384), torch.ones(1536, 384, requires_grad=True)
-    image = torch.ones(2, 64, 28, 28).to(memory_format=torch.channels_last)
+    tokens, weight = torch.ones(394, 384, requires_grad=True), torch.ones(1536, 384, requires_grad=True)
     kernel = torch.ones(64, 64, 3, 3, requires_grad=True)
-    seconds: dict[bool, list[float]] = {False: [], True: []}
-    for _ in range(1 + _ROUNDS):
-        for in_bf16, times in seconds.items():
+    image = torch.ones(2, 64, 28, 28).to(memory_format=torch.channels_last).requires_grad_()
+
+    def run(precision: str) -> None:
+        with torch.autocast("cpu", AUTOCAST[precision], enabled=precision == "bf16"):
+            outputs = F.linear(tokens, weight), F.conv2d(image, kernel, padding=1)
+        torch.autograd.grad(outputs, (tokens, weight, image, kernel), [torch.ones_like(y) for y in outputs])
+
+    return _ratio(run, rounds=1 + _ROUNDS)
+
+
+def network_time(config: Config) -> float:
+    """Time training steps of a run on random images, without updates. Return the time of bf16 divided by that of fp32.
+
+    The batch is reduced, so that the measurement takes a few seconds.
+    """
+    kind = kind_of(config)
+    with undisturbed():
+        network = kind.random_network(config.model, kind.classes(config)).to(memory_format=torch.channels_last)
+        methods = build_methods(config)
+        apply_methods(network, methods)
+        most = min(config.data.batch_size, _MOST_IMAGES)
+        spec = replace(step_spec(config.with_precision("fp32")), batch_size=min(most, 2))
+
+        def run(precision: str) -> float:
+            step.spec = replace(spec, precision=precision)
             start = time.perf_counter()
-            with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
-                _pass(lambda: F.linear(tokens.requires_grad_(), weight), tokens, weight)
-                _pass(lambda: F.conv2d(image.requires_grad_(), kernel, padding=1), image, kernel)
+            step.forward()
+            step.backward()
+            step.model.zero_grad(set_to_none=True)
+            return time.perf_counter() - start
+
+        step = TrainingStep(network, methods, spec)
+        run("fp32")
+        images = int(spec.batch_size * _STEP_SECONDS / run("fp32"))
+        spec = replace(spec, batch_size=min(most, max(spec.batch_size, images)))
+        step = TrainingStep(network, methods, spec)
+        return _ratio(run, rounds=2)
+
+
+def _ratio(run: Callable[[str], Any], rounds: int) -> float:
+    """Run bf16 and fp32 alternately. Return the time of bf16 divided by the time of fp32.
+
+    The first round is not used, because it creates kernels. The fastest of the other rounds is used, because it is the
+    least disturbed by other programs.
+    """
+    seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
+    for _ in range(rounds):
+        for precision, times in seconds.items():
+            start = time.perf_counter()
+            run(precision)
             times.append(time.perf_counter() - start)
-    # The fastest round is the least disturbed by other programs. The first round creates the kernels.
-    return min(seconds[True][1:]) / min(seconds[False][1:])
+    return min(seconds["bf16"][1:]) / min(seconds["fp32"][1:])
 
 
-def _pass(forward: Callable[[], Tensor], *inputs: Tensor) -> None:
-    output = forward()
-    torch.autograd.grad(output, inputs, torch.ones_like(output))
+def _has_depthwise_convolutions(config: Config) -> bool:
+    """Return True if the network has depthwise convolutions for which oneDNN may have no fast kernel in bf16."""
+    kind = kind_of(config)
+    with undisturbed(), torch.device("meta"):
+        network = kind.random_network(config.model, kind.classes(config))
+    return any(
+        isinstance(module, nn.Conv2d)
+        and module.groups == module.in_channels > 1
+        and (max(module.kernel_size) > 3 or max(module.stride) > 1)
+        for module in network.modules()
+    )

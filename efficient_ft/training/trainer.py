@@ -16,8 +16,8 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.record.environment import device_name
+from efficient_ft.training.bf16_units import bf16_is_emulated
 from efficient_ft.training.output import checkpoint
-from efficient_ft.training.precision import bf16_is_emulated
 from efficient_ft.training.processes import environment, world_size
 
 log = logging.getLogger(__name__)

@@ -162,7 +162,7 @@ def test_bf16_trains(tmp_path, configuration):
 
 @pytest.mark.parametrize("supported", [False, True])
 def test_a_processor_that_emulates_bf16_is_named(tmp_path, configuration, monkeypatch, caplog, supported):
-    monkeypatch.setattr("efficient_ft.training.precision.has_bf16_units", lambda device: supported)
+    monkeypatch.setattr("efficient_ft.training.bf16_units.has_bf16_units", lambda device: supported)
     config = configuration(trainer__precision="bf16")
     build_trainer(config, tmp_path, [], [], [], epochs=1)
     assert ("longer than with fp32" in caplog.text) is not supported

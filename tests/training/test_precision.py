@@ -18,7 +18,9 @@ from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import config_file
 from efficient_ft.record.collection import collect, groups, varying
-from efficient_ft.training import precision
+from efficient_ft.record.environment import cpu_name
+from efficient_ft.training import bf16_units, precision
+from efficient_ft.training.bf16_units import bf16_is_emulated, has_bf16_units
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.precision import choose_precision, resolve_precision
 from efficient_ft.training.run import run
@@ -33,7 +35,8 @@ CPU = torch.device("cpu")
 def own_cache(tmp_path, monkeypatch):
     """Use an empty cache folder, and fail if a test measures without replacing the measurement."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(precision, "measured_time", lambda: pytest.fail("the processor must not be measured"))
+    for name in ("products_time", "network_time"):
+        monkeypatch.setattr(precision, name, lambda *_: pytest.fail("the processor must not be measured"))
 
 
 @pytest.fixture
@@ -41,8 +44,10 @@ def units(monkeypatch):
     """Return a function that sets whether devices have bf16 units, and the relative time of bf16."""
 
     def set_units(present: bool, ratio: float = 0.5) -> None:
-        monkeypatch.setattr(precision, "has_bf16_units", lambda device: present)
-        monkeypatch.setattr(precision, "relative_time", lambda: ratio)
+        for module in (precision, bf16_units):
+            monkeypatch.setattr(module, "has_bf16_units", lambda device: present)
+        monkeypatch.setattr(precision, "products_time", lambda: ratio)
+        precision.cache_file().unlink(missing_ok=True)
 
     return set_units
 
@@ -77,7 +82,13 @@ def printed(capsys) -> list[str]:
     [
         ("cpu", True, 0.4, "bf16", "autocast; the processor has bf16 instructions"),
         ("cpu", True, 1.05, "bf16", "autocast; the processor has bf16 instructions"),
-        ("cpu", True, 1.6, "fp32", "bf16 takes 1.60× the time of fp32 on this processor"),
+        (
+            "cpu",
+            True,
+            1.6,
+            "fp32",
+            "bf16 takes 1.60× the time of fp32 in matrix products and convolutions on this processor",
+        ),
         ("cpu", False, 0.4, "fp32", "the processor has no bf16 instructions"),
         ("cuda", True, 1.6, "bf16", "autocast; the GPU has bf16 instructions"),
         ("cuda", False, 0.4, "fp32", "the GPU has no bf16 instructions"),
@@ -88,7 +99,7 @@ def test_the_units_select_the_precision_and_the_measurement_can_only_reject_bf16
     units, device, present, ratio, selected, reason
 ):
     units(present, ratio)
-    assert choose_precision(torch.device(device))[:2] == (selected, reason)
+    assert choose_precision(auto(), torch.device(device))[:2] == (selected, reason)
 
 
 @pytest.mark.parametrize(
@@ -107,61 +118,101 @@ def test_the_flags_of_a_processor(monkeypatch, machine, onednn, instructions, ex
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: onednn)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: instructions)
-    assert precision.has_bf16_units(CPU) is expected
+    assert has_bf16_units(CPU) is expected
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not precision.has_bf16_units(CPU)
+    assert not has_bf16_units(CPU)
 
 
 def test_a_gpu_that_emulates_bf16_has_no_units(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    assert not precision.has_bf16_units(torch.device("cuda"))
-    assert precision.bf16_is_emulated(torch.device("cuda"))
-    assert not precision.bf16_is_emulated(torch.device("mps"))
+    assert not has_bf16_units(torch.device("cuda"))
+    assert bf16_is_emulated(torch.device("cuda"))
+    assert not bf16_is_emulated(torch.device("mps"))
 
 
-# ------------------------------------------------------------------------------------------------- the measurement
-def test_the_measurement_is_short_and_draws_no_random_numbers(monkeypatch):
+# ------------------------------------------------------------------------------------------------ the measurements
+def test_the_measurement_of_products_is_short_and_draws_no_random_numbers(monkeypatch):
     monkeypatch.undo()
     state, start = torch.get_rng_state(), time.process_time()
-    assert precision.measured_time() > 0
+    assert precision.products_time() > 0
     assert time.process_time() - start < 5
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def has_units(monkeypatch, ratio: float) -> None:
+    monkeypatch.setattr(precision, "has_bf16_units", lambda device: True)
+    monkeypatch.setattr(precision, "products_time", lambda: ratio)
+
+
 @pytest.mark.parametrize("content", [None, "", "{", "[1]", '{"other": 0.3}', "\udc80"])
 def test_the_time_is_measured_once_and_a_damaged_cache_is_replaced(monkeypatch, content):
-    times = iter([0.4, 0.9])
-    monkeypatch.setattr(precision, "measured_time", lambda: next(times))
+    has_units(monkeypatch, 1.5)
+    file = precision.cache_file()
     if content is not None:
-        precision.cache_file().parent.mkdir(parents=True)
-        precision.cache_file().write_bytes(content.encode(errors="surrogateescape"))
-    assert [precision.relative_time() for _ in range(2)] == [0.4, 0.4]
-    stored = json.loads(precision.cache_file().read_text())
-    assert list(stored.values())[-1] == 0.4
+        file.parent.mkdir(parents=True)
+        file.write_bytes(content.encode(errors="surrogateescape"))
+    assert choose_precision(auto(), CPU).precision == "fp32"
+    monkeypatch.setattr(precision, "products_time", lambda: pytest.fail("the time must be stored"))
+    assert choose_precision(auto(), CPU).precision == "fp32"
+    stored = json.loads(file.read_text())
+    assert list(stored.values())[-1] == 1.5
     assert ("other" in stored) == ("other" in (content or ""))
 
 
 @pytest.mark.parametrize("value", ["fast", None, 0.0, -1.0, float("nan"), float("inf"), True])
 def test_a_damaged_time_is_measured_again(monkeypatch, value):
-    monkeypatch.setattr(precision, "measured_time", lambda: 0.4)
-    precision.relative_time()
+    has_units(monkeypatch, 0.4)
+    choose_precision(auto(), CPU)
     (key,) = json.loads(precision.cache_file().read_text())
-    assert torch.__version__ in key
+    assert key == f"{cpu_name()}, torch {torch.__version__}", "tests/conftest.py writes the same key"
     precision.cache_file().write_text(json.dumps({key: value}))
-    assert precision.relative_time() == 0.4
+    choose_precision(auto(), CPU)
     assert json.loads(precision.cache_file().read_text()) == {key: 0.4}
 
 
 def test_without_a_writable_cache_the_time_is_measured(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(precision, "measured_time", lambda: 0.4)
-    assert precision.relative_time() == 0.4
+    has_units(monkeypatch, 1.5)
+    assert choose_precision(auto(), CPU).precision == "fp32"
 
 
 def test_nothing_is_measured_without_units(monkeypatch):
     monkeypatch.setattr(precision, "has_bf16_units", lambda device: False)
-    assert choose_precision(CPU).precision == "fp32"
+    assert choose_precision(auto(), CPU).precision == "fp32"
+
+
+def network(name: str, method: str = "full") -> Config:
+    return configured((f"model={name}", f"method={method}", "data=cifar100", "data.batch_size=4"))
+
+
+@pytest.mark.parametrize(
+    ("name", "timed"), [("proxyless_mobile", True), ("mobilenetv2", True), ("resnet18", False), ("deit_tiny", False)]
+)
+def test_networks_with_depthwise_convolutions_are_timed(units, monkeypatch, name, timed):
+    units(True)
+    monkeypatch.setattr(precision, "network_time", lambda config: 1.5)
+    choice = choose_precision(network(name), CPU)
+    assert choice.precision == ("fp32" if timed else "bf16")
+    assert ("bf16 takes 1.50× the time of fp32 in a step of this network" in choice.reason) is timed
+
+
+def test_the_time_of_a_network_is_stored_for_its_methods(units, monkeypatch):
+    units(True)
+    measured = []
+    monkeypatch.setattr(precision, "network_time", lambda config: measured.append(list(config.method)) or 1.5)
+    for _ in range(2):
+        choose_precision(network("proxyless_mobile"), CPU)
+    choose_precision(network("proxyless_mobile", "head"), CPU)
+    assert measured == [["full"], ["head"]]
+
+
+def test_the_time_of_a_network_leaves_the_random_state(monkeypatch):
+    monkeypatch.undo()
+    config = check(plain_config(trainer__precision="auto", data__batch_size=4))
+    state = torch.get_rng_state()
+    assert precision.network_time(config) > 0
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # ------------------------------------------------------------------------------------------------ the configuration
@@ -284,7 +335,7 @@ from efficient_ft.config import check
 from efficient_ft.training import precision, run
 rank = os.environ.get("LOCAL_RANK", "0")
 precision.has_bf16_units = lambda device: rank == "0"
-precision.relative_time = lambda: 0.5
+precision.products_time = lambda: 0.5
 def noted(*arguments, resolve=run.resolve_precision):
     config = resolve(*arguments)
     Path(sys.argv[2] + "_" + rank).write_text(config.trainer.precision)

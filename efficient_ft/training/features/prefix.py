@@ -39,9 +39,9 @@ from efficient_ft.record.environment import device_name
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import FeaturesReport, PrefixReport
+from efficient_ft.training.bf16_units import bf16_is_emulated
 from efficient_ft.training.features.row_form import RowForm
 from efficient_ft.training.output.console import say
-from efficient_ft.training.precision import bf16_is_emulated
 
 #: Format version of stored features. Increase this number when the format changes.
 _FORMAT = 1
