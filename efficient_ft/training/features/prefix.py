@@ -321,8 +321,9 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     shown = {Form.FP32: "unchanged"} if dtype is not None else {}
     times = ", ".join(f"{format_seconds(value)} {shown.get(Form(form), form)}" for form, value in seconds.items())
     say(
-        f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)} (trainer.prefix=auto). {len(batch)}"
-        f" images take {times}. The output deviates from the fp32 output by {format_percent(deviation[prefix.form])}."
+        f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)}"
+        f" (trainer.prefix=auto). {len(batch)} images take {times}. The output deviates from the fp32 output by"
+        f" {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
