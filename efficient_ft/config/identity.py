@@ -32,6 +32,8 @@ def fingerprint(config: Config) -> str:
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
     if config.trainer.weight_dtype == "fp32":  # folders of runs without this setting keep their names
         del what["trainer"]["weight_dtype"]
+    if config.trainer.prefix is None and what["trainer"]["precision"] in ("fp32", "fp16"):
+        what["trainer"]["prefix"] = "fp32"  # the default in these precisions, and the value in earlier versions
     what["data"] = _content(config.data)
     if config.tasks:
         # The order of the tasks affects the result, because optimizer steps alternate between the tasks in this order.

@@ -142,8 +142,8 @@ class PrefixReport(TypedDict):
     """Report on how the frozen prefix of a run is computed (``trainer.prefix``).
 
     The prefix ends with the module `end`. `reason` states why the prefix does not end later. `form` is
-    ``fp32``, ``folded`` or ``bf16``. If the form was selected by a measurement, `seconds` contains the time per batch
-    of each form, and `deviation` contains the relative difference from the output in fp32 (Frobenius norm).
+    ``fp32`` (unchanged), ``folded`` or ``bf16``. If the form was selected by a measurement, `seconds` contains the time
+    per batch of each form, and `deviation` contains the relative difference from the output in fp32 (Frobenius norm).
     """
 
     end: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -54,6 +55,15 @@ def test_weights_in_bf16_are_another_run_and_the_default_keeps_the_folder() -> N
     plain = {"trainer__precision": "bf16"}
     same, other = (check(with_settings(**plain, trainer__weight_dtype=dtype)) for dtype in ("fp32", "bf16"))
     assert fingerprint(check(with_settings(**plain))) == fingerprint(same) != fingerprint(other)
+
+
+@pytest.mark.parametrize(("precision", "same"), [("fp32", True), ("bf16", False), ("auto", False)])
+def test_the_default_form_of_the_prefix_keeps_the_folder_of_runs_that_it_does_not_change(
+    precision: str, same: bool
+) -> None:
+    of = {"trainer__precision": precision}
+    default, fp32 = check(with_settings(**of)), check(with_settings(**of, trainer__prefix="fp32"))
+    assert (fingerprint(default) == fingerprint(fp32)) == same
 
 
 @settings(max_examples=50, deadline=None)

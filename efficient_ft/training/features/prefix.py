@@ -318,11 +318,12 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     with _in_training_mode(prefix.model):
         exact = None if dtype is None or stores_bf16(prefix.model) else prefix.features(batch)
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device), exact)
-    names = {form: "unchanged" if dtype is not None and form == Form.FP32 else form for form in seconds}
-    times = ", ".join(f"{format_seconds(value)} {names[form]}" for form, value in seconds.items())
+    shown = {Form.FP32: "unchanged"} if dtype is not None else {}
+    times = ", ".join(f"{format_seconds(value)} {shown.get(Form(form), form)}" for form, value in seconds.items())
     say(
-        f"The frozen prefix (up to {prefix.end}) uses the form {names[prefix.form]} (trainer.prefix=auto). {len(batch)}"
-        f" images take {times}. The output deviates from the fp32 output by {format_percent(deviation[prefix.form])}."
+        f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)}"
+        f" (trainer.prefix=auto). {len(batch)} images take {times}. The output deviates from the fp32 output by"
+        f" {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
