@@ -15,7 +15,13 @@ import torch
 from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.bench.step import build_step, unfused_attention
 from efficient_ft.bench.timing import waiter
-from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.format import format_bytes
+from efficient_ft.core.process_memory import (
+    file_backed_bytes,
+    release_freed_memory,
+    release_library_pages,
+    resident_bytes,
+)
 from efficient_ft.cost import StepMemory, TrainingStep, executed
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
@@ -52,7 +58,7 @@ def measure_memory(
         model = store_weights(factory.random_model(config.model, network.num_classes), config.trainer.weight_dtype)
         return build_step(config, model, place, network.batch_size, use_channels_last(config, device))
 
-    interpreter = settled_bytes()
+    interpreter, of_files = settled_bytes(), file_backed_bytes()
     with unfused_attention() if network.unfused else nullcontext():
         step = prepare(device)
         with_model = settled_bytes()
@@ -80,6 +86,7 @@ def measure_memory(
         "optimizer_bytes": optimizer_bytes,
         "counted_bytes": counted.step_peak_bytes + optimizer_bytes,
         "interpreter_bytes": interpreter,
+        "interpreter_file_bytes": of_files,
         "with_model_bytes": with_model,
         "memory": {**asdict(process), "growth_bytes": process.growth_bytes},
         "step_seconds": statistics.median(seconds[warmup:]),
@@ -96,6 +103,7 @@ def memory_report(
     `precision`.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
+    of_files = [record["interpreter_file_bytes"] for record in recipes.values() if "memory" in record]
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
     return {
         "kind": "memory",
@@ -104,14 +112,19 @@ def memory_report(
         "dtype": precision,
         "attention": "unfused" if unfused else "timm's default",
         "recipes": recipes,
-        "notes": [*(f"Measurement of the peak memory: {source}." for source in sorted(sources)), *failed],
+        "notes": [
+            *(f"Measurement of the peak memory: {source}." for source in sorted(sources)),
+            *([f"Interpreter: {format_bytes(max(of_files))} are pages of library files."] if any(of_files) else []),
+            *failed,
+        ],
     }
 
 
 def settled_bytes() -> int:
-    """Return the resident memory of this process after collecting garbage and releasing freed memory."""
+    """Return the resident memory of this process after collecting garbage and releasing memory that is not used."""
     gc.collect()
     release_freed_memory()
+    release_library_pages()
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
     return resident_bytes()

@@ -11,6 +11,7 @@ import threading
 from efficient_ft.cli.started import malformed_environment
 from efficient_ft.cli.stopping import answer_after_forks, answer_signals, leave, while_loading
 from efficient_ft.cli.streams import open_streams
+from efficient_ft.core.deferred_imports import defer_torchmetrics
 from efficient_ft.core.errors import TerminatedRun
 from efficient_ft.core.stopping import asked
 
@@ -24,6 +25,7 @@ def main() -> None:
         if wrong is not None:
             print(wrong, file=sys.stderr)
             raise SystemExit(2)
+        defer_torchmetrics()
         with while_loading():
             from efficient_ft.cli.main import main as run
         answer_after_forks()

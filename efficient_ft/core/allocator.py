@@ -51,10 +51,13 @@ _PRELOADED = {
 _RESTARTED = "EFFICIENT_FT_RESTARTED"
 
 #: Environment variables that are set for the allocators, unless the user has set them. Huge pages (THP_MEM_ALLOC_ENABLE
-#: in torch) are not enabled: they do not make steps faster, and with mimalloc they increase the memory of some
-#: recipes.
+#: in torch, MIMALLOC_ALLOW_THP) are not enabled: they do not make steps faster. With huge pages, the gaps between
+#: tensors are resident too.
 _TUNING = {
-    "MIMALLOC_PURGE_DELAY": "-1",  # freed memory is kept, which avoids page faults
+    # Freed memory is kept, which avoids page faults. With a delay of ten hours, mimalloc returns memory only if
+    # `release_freed_memory` is called. With -1, this call has no effect.
+    "MIMALLOC_PURGE_DELAY": "36000000",
+    "MIMALLOC_ALLOW_THP": "0",
     "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": "0",
 }
 

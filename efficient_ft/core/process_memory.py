@@ -11,7 +11,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,21 @@ import psutil
 RESET, SAMPLED = "high-water mark of the system", "sampled every 5 ms"
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+_SMAPS = Path("/proc/self/smaps")
 _INTERVAL = 0.005
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process in bytes, including shared libraries."""
     return psutil.Process().memory_info().rss
+
+
+def file_backed_bytes() -> int:
+    """Return the part of the resident memory that consists of pages of files (libraries), or 0 if it is unknown.
+
+    The system can remove these pages if memory is short, and processes share them.
+    """
+    return _status("RssFile") or 0
 
 
 #: Highest value of the high-water mark before the last reset.
@@ -188,9 +197,14 @@ def _system_mark() -> int | None:
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS reports bytes
+    return _status("VmHWM")
+
+
+def _status(name: str) -> int | None:
+    """Return a size of ``/proc/self/status`` in bytes, or None if the system does not provide it."""
     with suppress(OSError):
         for line in _STATUS.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
+            if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
     return None
 
@@ -210,25 +224,43 @@ def release_freed_memory() -> None:
             use(getattr(program, name))
 
 
-#: Number of the mimalloc option `mi_option_purge_delay`, and a delay of one minute in milliseconds.
-_PURGE_DELAY, _RARELY = 15, 60_000
+#: Beginnings of the file names of libraries that a training step on a CPU does not use: the CUDA libraries of torch,
+#: and the compilers of kernels.
+_UNUSED = ("libcu", "libnv", "libnccl", "libtorch_cuda", "libtriton", "libllvmlite")
+#: ``MADV_DONTNEED`` of Linux.
+_DONTNEED = 4
 
 
-@contextmanager
-def return_freed_memory_on_request() -> Iterator[None]:
-    """Make `release_freed_memory` return memory that is freed inside a ``with`` block, for every supported allocator.
+def release_library_pages() -> None:
+    """Remove the pages of CUDA libraries and compilers from the resident memory of this process (Linux).
 
-    Outside the block, this package configures mimalloc to keep freed memory permanently. Inside the block, mimalloc
-    keeps freed memory for one minute or until `release_freed_memory` is called.
+    These libraries initialize themselves when torch is imported. This initialization reads about 200 MiB of their
+    files, which a step on a CPU never uses. The system keeps the files in its cache. If this process uses a page
+    again, the system maps the page again without reading the file.
     """
-    program = None if sys.platform == "win32" else ctypes.CDLL(None)
-    if program is None or not hasattr(program, "mi_option_set"):
-        yield
+    if sys.platform != "linux":
         return
-    program.mi_option_get.restype = ctypes.c_long
-    before = program.mi_option_get(ctypes.c_int(_PURGE_DELAY))
-    program.mi_option_set(ctypes.c_int(_PURGE_DELAY), ctypes.c_long(_RARELY))
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for start, end in _unchanged_pages(_SMAPS, _UNUSED):
+        madvise(start, end - start, _DONTNEED)
+
+
+def _unchanged_pages(smaps: Path, names: tuple[str, ...]) -> Iterator[tuple[int, int]]:
+    """Yield the address ranges of files whose names begin with `names`, except ranges that differ from the file.
+
+    A range that can be written, or that has anonymous pages (relocated addresses), would lose its contents.
+    """
     try:
-        yield
-    finally:
-        program.mi_option_set(ctypes.c_int(_PURGE_DELAY), ctypes.c_long(before))
+        lines = smaps.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # some containers do not provide this file
+        return
+    found: tuple[int, int] | None = None
+    for line in lines:
+        key, *rest = line.split(maxsplit=5)
+        if not key.endswith(":"):  # the first line of a range: addresses, permissions, offset, device, inode, path
+            file = rest[4].rpartition("/")[2] if len(rest) == 5 else ""
+            first, last = (int(address, 16) for address in key.split("-"))
+            found = (first, last) if file.startswith(names) and "w" not in rest[0] else None
+        elif key == "Anonymous:" and found is not None and rest[0] == "0":
+            yield found

@@ -21,7 +21,12 @@ from efficient_ft.config import Config, data_configs, fingerprint
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import bytes_setting, format_bytes, format_seconds
-from efficient_ft.core.process_memory import memory_limit_bytes, release_freed_memory, resident_bytes
+from efficient_ft.core.process_memory import (
+    memory_limit_bytes,
+    release_freed_memory,
+    release_library_pages,
+    resident_bytes,
+)
 from efficient_ft.cost import predict
 from efficient_ft.cost.predict import RUN_ONLY
 from efficient_ft.data import class_count
@@ -182,6 +187,7 @@ def make_plan(
         given = format_seconds(limits.seconds)
         raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
     counts = [class_count(data) for data in data_configs(base)]
+    release_library_pages()
     planner = _Planner(
         settings=[word for word in settings if not (chosen and word.startswith("method="))],
         configure=lambda words: configure(words).with_precision(precision),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torchmetrics import Metric
-from torchmetrics.classification import MulticlassConfusionMatrix
 
 from efficient_ft.task.base import Scores, at_size
 
@@ -27,6 +26,25 @@ class _Counts(Metric):
 
     def compute(self) -> tuple[Tensor, Tensor]:
         return self.right, self.support
+
+
+class _Confusion(Metric):
+    """Metric that counts the pixels of each pair of a true class and a predicted class, (classes, classes)."""
+
+    counts: Tensor
+
+    def __init__(self, num_classes: int, ignored: int, local: bool) -> None:
+        super().__init__(sync_on_compute=not local)
+        self._ignored = ignored
+        self.add_state("counts", torch.zeros(num_classes, num_classes, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, predicted: Tensor, targets: Tensor) -> None:
+        valid = targets != self._ignored
+        pairs = targets[valid] * len(self.counts) + predicted[valid]
+        self.counts += pairs.bincount(minlength=self.counts.numel()).view_as(self.counts)
+
+    def compute(self) -> Tensor:
+        return self.counts
 
 
 class MeanLoss(Metric):
@@ -81,9 +99,8 @@ class Overlap(Scores):
 
     def __init__(self, num_classes: int, ignored: int, local: bool = False) -> None:
         super().__init__()
-        self._matrix = MulticlassConfusionMatrix(
-            num_classes, ignore_index=ignored, validate_args=False, sync_on_compute=not local
-        )
+        # MulticlassConfusionMatrix of torchmetrics is not used, because its module imports all metrics.
+        self._matrix = _Confusion(num_classes, ignored, local)
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         self._matrix.update(at_size(logits, targets).argmax(1), targets)

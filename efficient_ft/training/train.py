@@ -16,7 +16,7 @@ from torch import nn
 from efficient_ft import __version__
 from efficient_ft.config import Config
 from efficient_ft.core import stopping
-from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.process_memory import release_freed_memory, release_library_pages, resident_bytes
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.inspection import Summary
 from efficient_ft.data.loader import refuse_killed_worker
@@ -129,6 +129,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     refuse_unusable(config, understood)
     say(summary_text(understood))
     release_freed_memory()  # reading a list of a million images leaves 75 MiB of unused memory
+    release_library_pages()
     before_model = resident_bytes()
     network = store_weights(kind.network(config.model, data.num_classes), config.trainer.weight_dtype)
     kind.check_network(network, data)

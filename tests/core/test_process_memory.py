@@ -151,3 +151,41 @@ def test_the_lowest_limit_of_a_container_counts(
 def test_without_control_groups_the_machine_is_the_limit(tmp_path: Path) -> None:
     assert process_memory.memory_limit_bytes(tmp_path) == psutil.virtual_memory().total
     assert 0 < process_memory.memory_limit_bytes() <= psutil.virtual_memory().total
+
+
+SMAPS = """\
+7f00-7f10 r--p 00000000 fe:00 1    /lib/libcublasLt.so.13
+Rss:                  64 kB
+Anonymous:             0 kB
+7f10-7f20 r-xp 00000000 fe:00 1    /lib/libcublasLt.so.13
+Anonymous:             0 kB
+7f20-7f30 r--p 00000000 fe:00 1    /lib/libcublasLt.so.13
+Anonymous:             4 kB
+7f30-7f40 rw-p 00000000 fe:00 1    /lib/libcublasLt.so.13
+Anonymous:             0 kB
+7f40-7f50 r-xp 00000000 fe:00 1    /lib/libtorch_cpu.so
+Anonymous:             0 kB
+7f50-7f60 rw-p 00000000 00:00 0
+Anonymous:             0 kB
+"""
+
+
+def test_only_unchanged_pages_of_unused_libraries_are_released(tmp_path: Path) -> None:
+    (tmp_path / "smaps").write_text(SMAPS)
+    ranges = list(process_memory._unchanged_pages(tmp_path / "smaps", process_memory._UNUSED))
+    assert ranges == [(0x7F00, 0x7F10), (0x7F10, 0x7F20)]  # not relocated, writable or used by steps
+    assert not list(process_memory._unchanged_pages(tmp_path / "missing", process_memory._UNUSED))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+def test_releasing_library_pages_leaves_libraries_usable() -> None:
+    code = """
+import torch
+before = process_memory.file_backed_bytes()
+process_memory.release_library_pages()
+after = process_memory.file_backed_bytes()
+print(json.dumps([before, after, torch.cuda.is_available() or float((torch.ones(8, 8) @ torch.ones(8, 8)).sum())]))
+"""
+    before, after, product = in_a_process(code)
+    assert after <= before
+    assert product in (512.0, True)

@@ -26,6 +26,7 @@ from efficient_ft.core.process_memory import (
     memory_limit_bytes,
     process_limit_bytes,
     release_freed_memory,
+    release_library_pages,
     resident_bytes,
 )
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, executed, predict
@@ -240,6 +241,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
     if on_cpu:
         LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads optional libraries
         release_freed_memory()
+        release_library_pages()
         predictor.base_bytes = resident_bytes()
     predicted = predictor(config)
     if predicted.peak_bytes > budget:

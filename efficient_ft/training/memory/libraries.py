@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from importlib import import_module
 
-from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.process_memory import release_freed_memory, release_library_pages, resident_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.ops.storage.kernels import cpu
 
@@ -45,5 +45,6 @@ def load(name: str) -> None:
     """Load the library `name`, which must be a result of `libraries`."""
     if name == _KERNELS:
         cpu.load()
+        release_library_pages()
     else:
         import_module(name)

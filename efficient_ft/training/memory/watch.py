@@ -21,7 +21,7 @@ import torch
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_bytes
-from efficient_ft.core.process_memory import release_freed_memory, return_freed_memory_on_request
+from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.core.units import parse_bytes
 
 #: Polling intervals in seconds. The shorter interval is used above the fraction `_CLOSE` of the budget.
@@ -80,15 +80,14 @@ def within_budget(config: Config, device: torch.device, *, armed: bool = True) -
             raise _PassedError
 
     before = signal.signal(_SIGNAL, stop)
-    with return_freed_memory_on_request():
-        watch.start()
-        try:
-            yield
-        except _PassedError:
-            raise _passed(config, watch.seen, "used by the process") from None
-        finally:
-            watch.end()
-            signal.signal(_SIGNAL, before)
+    watch.start()
+    try:
+        yield
+    except _PassedError:
+        raise _passed(config, watch.seen, "used by the process") from None
+    finally:
+        watch.end()
+        signal.signal(_SIGNAL, before)
 
 
 def stop_from_now_on(config: Config) -> None:

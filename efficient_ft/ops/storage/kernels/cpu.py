@@ -36,7 +36,7 @@ def supports(x: Tensor) -> bool:
 
 
 def load() -> None:
-    """Load numba and its compiler (about 140 MiB of code), as the first call of a kernel would."""
+    """Load numba and its compiler (about 80 MiB), as the first call of a kernel would."""
     if _kernels() is not None:
         group_pack(torch.zeros(1, 64), 4, 64, None)
 

@@ -25,6 +25,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from efficient_ft.core.process_memory import release_library_pages
+
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
 _CHUNK = 2048  # number of elements per chunk, a multiple of 8; the flags of a chunk fit in the L1 cache
@@ -121,7 +123,9 @@ def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
         name = function.__qualname__.partition(".")[0]
         _, processor, _ = cpu_target.target_context.codegen().magic_tuple()
         function.__qualname__ = "_".join([name, *map(str, variant), processor])
-        return cfunc(types.void(types.CPointer(int64)), **options)(function)
+        job = cfunc(types.void(types.CPointer(int64)), **options)(function)
+        release_library_pages()  # the compiler is not used until the next job
+        return job
 
     return compiled
 
