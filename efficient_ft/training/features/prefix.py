@@ -415,7 +415,9 @@ def features_hint(
     options = config.trainer
     same = config.data.augment.name == "none"  # all views of an image are equal
     views = 1 if same else options.views
-    if options.cache_features != "off" or epochs <= views:
+    if options.cache_features != "off" or epochs <= views or seconds < _MENTIONED:
+        return None
+    if all(parameter.requires_grad for parameter in network.parameters()):
         return None
     try:
         prefix = run_prefix(config, network, methods)
