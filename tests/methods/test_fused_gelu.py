@@ -39,7 +39,7 @@ def calls() -> Iterator[list[str]]:
     """Record the names of the fused operations that run."""
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("gelu", "batch_norm_gelu"):
+        for name in ("gelu", "batch_norm_gelu", "low_rank_feed_forward", "pool_mixer", "frozen_input_conv2d"):
             operation = getattr(fused_gelu, name)
 
             def call(*args: Tensor, of: str = name, run: object = operation) -> Tensor:
@@ -162,7 +162,7 @@ def test_low_rank_methods_fuse_unless_told_not_to(network: nn.Module, method: ty
     assert not any("forward" in module.__dict__ for module in network.modules())
 
 
-@pytest.mark.parametrize(("fused", "expected"), [(None, 0), (True, 2), (False, 0)])
+@pytest.mark.parametrize(("fused", "expected"), [(None, 0), (True, 4), (False, 0)])
 def test_networks_without_batch_norm_are_fused_only_if_asked_for(fused: bool | None, expected: int) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=3)
     method = LBPWHT(fused=fused)
@@ -187,3 +187,73 @@ def test_fewer_bytes_are_kept_and_no_other_flops_executed() -> None:
         for blocks, width, side in zip((3, 2, 6, 3), (48, 96, 224, 448), (56, 28, 14, 7), strict=True)
     )
     assert 0.8 * 4 * maps < apart.saved_bytes - fused.saved_bytes < 1.2 * 4 * maps
+
+
+def _train_last_stage(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(("stages.3", "norm", "head")))
+    for module in model.modules():
+        if hasattr(module, "gamma"):
+            nn.init.constant_(module.gamma, 0.5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_low_rank_blocks_run_as_one_operation_with_equal_gradients(network: nn.Module, bf16: bool) -> None:
+    _train_last_stage(network)
+    plain = copy.deepcopy(network)
+    LBPWHT().apply(network)
+    LBPWHT(fused=False).apply(plain)
+    exact = _gradients(plain)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=bf16):
+        rounded = _gradients(plain)
+        with calls() as seen:
+            fused = _gradients(network)
+    assert seen.count("low_rank_feed_forward") == 4
+    assert seen.count("pool_mixer") == 3
+    assert seen.count("frozen_input_conv2d") == int(bf16)
+    assert fused.keys() == exact.keys()
+    for name, g in exact.items():
+        allowed = 1.1 * (rounded[name] - g).norm() + 5e-3 * g.norm() if bf16 else 1e-4 * g.norm()
+        assert (fused[name] - g).norm() <= allowed + 1e-6, name
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [
+        ("drop path", {"low_rank_feed_forward": 4, "pool_mixer": 0}),
+        ("dropout", {"low_rank_feed_forward": 0, "pool_mixer": 0}),
+        ("a hook on a layer", {"low_rank_feed_forward": 0, "pool_mixer": 0}),
+        ("a hook on pooling", {"low_rank_feed_forward": 4, "pool_mixer": 0}),
+        ("live statistics", {"low_rank_feed_forward": 1, "pool_mixer": 0}),
+        ("one exact layer", {"low_rank_feed_forward": 0, "pool_mixer": 0}),
+        ("a function mode", {"low_rank_feed_forward": 0, "pool_mixer": 0}),
+        ("evaluation", {"low_rank_feed_forward": 0, "pool_mixer": 0}),
+    ],
+)
+def test_separate_operations_run_where_a_block_cannot_be_fused(
+    network: nn.Module, why: str, expected: dict[str, int]
+) -> None:
+    if why in ("live statistics", "drop path"):
+        rate = 0.1 if why == "drop path" else 0.0
+        network = timm.create_model("efficientformer_l1", num_classes=3, drop_path_rate=rate)
+        network.to(memory_format=torch.channels_last).train()
+        if why == "drop path":
+            freeze_batch_norm(network)
+    _train_last_stage(network)
+    LBPWHT(skip=["fc1"] if why == "one exact layer" else None).apply(network)
+    mode: Any = _Plain() if why == "a function mode" else None
+    hooked: dict[str, Any] = {"a hook on a layer": (nn.Conv2d, nn.Linear), "a hook on pooling": nn.AvgPool2d}
+    for module in network.stages[3].modules():
+        if why == "dropout" and isinstance(module, nn.Dropout):
+            module.p = 0.1
+        if isinstance(module, hooked.get(why, ())):
+            module.register_forward_hook(lambda *_: None)
+    if why == "evaluation":
+        network.eval()
+    with calls() as seen:
+        if mode is None:
+            network(_images())
+        else:
+            with mode:
+                network(_images())
+    assert {name: seen.count(name) for name in expected} == expected

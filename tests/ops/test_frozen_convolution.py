@@ -1,4 +1,4 @@
-"""Tests of the convolution with a frozen weight: its result against torch, and its saved tensors."""
+"""Tests of convolutions with a frozen weight or a frozen input: results against torch, and saved tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_ft.ops.frozen import frozen_conv2d
+from efficient_ft.ops.frozen import frozen_conv2d, frozen_input_conv2d
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "1x1": {"kernel": (1, 1)},
@@ -67,3 +67,18 @@ def test_under_autocast_it_computes_in_its_type_and_gradients_have_their_own() -
     assert x.grad is not None
     assert bias.grad is not None
     assert x.grad.dtype == bias.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("memory", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize(("kernel", "stride", "padding"), [((3, 3), 2, 1), ((1, 1), 1, 0), ((5, 3), 3, 2)])
+def test_with_a_frozen_input_gradients_are_torch_s(
+    kernel: tuple[int, int], stride: int, padding: int, memory: torch.memory_format
+) -> None:
+    x, weight, bias, _ = case(kernel)
+    x = x.contiguous(memory_format=memory)
+    expected = F.conv2d(x, weight.requires_grad_(), bias.requires_grad_(), stride, padding)
+    own = frozen_input_conv2d(x, weight, bias, stride, padding)
+    torch.testing.assert_close(own, expected, rtol=1e-13, atol=1e-13)
+    g = torch.randn_like(expected)
+    for a, b in zip(*(torch.autograd.grad(y, (weight, bias), g) for y in (own, expected)), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

@@ -43,12 +43,13 @@ class LowRank:
     `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is a float64 tensor on
     the CPU. `energy` contains the fraction of the energy of the output gradient g_y in each WHT basis, summed over all
     profiled backward passes. Because fractions are summed, all backward passes have the same weight, regardless of the
-    loss scale.
+    loss scale. If `fused` is True, compiled kernels compute the projections on a CPU.
     """
 
     projector: Projector | None
     tokens: TokenLayout
     energy: Tensor | None = None
+    fused: bool = False
 
 
 class LowRankLinear(nn.Linear):
@@ -82,7 +83,7 @@ class LowRankLinear(nn.Linear):
                 f" and a grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size"
                 " of the training images."
             )
-        return low_rank_linear(x, self.weight, self.bias, projection)
+        return low_rank_linear(x, self.weight, self.bias, projection, how.fused)
 
 
 class LowRankConv2d(nn.Conv2d):
@@ -98,7 +99,7 @@ class LowRankConv2d(nn.Conv2d):
         if how.projector is None:
             return _profiled(super().forward(x), how, grid)
         projection = how.projector.projection(grid, 0, (self.in_channels, self.out_channels))
-        return low_rank_conv1x1(x, self.weight, self.bias, projection)
+        return low_rank_conv1x1(x, self.weight, self.bias, projection, how.fused)
 
 
 CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
@@ -160,8 +161,9 @@ class LowRankBackward(Method):
             sets the projectors of the layers.
         skip: parts of layer names. Layers whose names contain one of these parts keep the exact backward pass (see
             `methods.skip`).
-        fused: if True, GELU and the preceding frozen BatchNorm are fused into one operation on a CPU (see
-            `methods.fused_gelu`). If None, the operations are fused only in networks with BatchNorm before GELU.
+        fused: if True, low-rank feed-forward networks run as one operation on a CPU, and elsewhere GELU and the
+            preceding frozen BatchNorm are fused (see `methods.fused_gelu`). If None, the operations are fused only in
+            networks with BatchNorm before GELU.
 
     Raises:
         UserError: Raised by `apply` if the model has no layer with a token grid, or if a grid cannot be projected.
@@ -226,6 +228,8 @@ class LowRankBackward(Method):
         notes = [note] if exact else []
         fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
+        for how in self._changed(model).values():
+            how.fused = self._fuses
         if fused:
             notes.append(f"on a CPU, {len(fused)} GELU layers run as fused operations (method.{self.name}.fused)")
         return Applied(

@@ -4,6 +4,7 @@
 defines the backward pass (LBP-WHT: Yang et al., NeurIPS 2023).
 """
 
+from efficient_ft.ops.projection.feed_forward import low_rank_feed_forward, pool_mixer
 from efficient_ft.ops.projection.low_rank import low_rank_conv1x1, low_rank_linear
 from efficient_ft.ops.projection.projection import (
     CosineProjector,
@@ -43,6 +44,8 @@ __all__ = [
     "low_pass_l1",
     "low_pass_linf",
     "low_rank_conv1x1",
+    "low_rank_feed_forward",
     "low_rank_linear",
     "lowest_first",
+    "pool_mixer",
 ]

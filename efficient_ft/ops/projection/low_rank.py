@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_autocast_dtype
+from efficient_ft.ops.projection import kernels
 from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
 from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
@@ -31,7 +32,7 @@ from efficient_ft.ops.storage import Packed
 
 @torch.compiler.disable  # whether two layers share x̂ is known only at run time
 def low_rank_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection
+    x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection, fused: bool = False
 ) -> Tensor:
     """Compute `F.linear` with a low-rank backward pass.
 
@@ -40,20 +41,24 @@ def low_rank_linear(
         weight, bias: Weight (C_out, C_in), and bias (C_out,) or None.
         projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions of a map, or over the
             remaining tokens of each image.
+        fused: If True, use the kernels in `kernels` for tensors that they support.
     """
-    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
+    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x), fused)
 
 
 @torch.compiler.disable  # whether two layers share x̂ is known only at run time
-def low_rank_conv1x1(x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection) -> Tensor:
+def low_rank_conv1x1(
+    x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, fused: bool = False
+) -> Tensor:
     """Compute an ungrouped 1×1 `F.conv2d` of stride 1 with a low-rank backward pass.
 
     Args:
         x: Map (B, C_in, H, W), channels-first or channels-last in memory.
         weight, bias: Weight (C_out, C_in, 1, 1), and bias (C_out,) or None.
         projection: Projection over the H·W positions.
+        fused: If True, use the kernels in `kernels` for tensors that they support.
     """
-    return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x))
+    return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x), fused)
 
 
 class _LowRankLinear(torch.autograd.Function):
@@ -61,9 +66,15 @@ class _LowRankLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection | SubsetProjection, read: Any
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        projection: Projection | SubsetProjection,
+        read: Any,
+        fused: bool,
     ) -> Tensor:
-        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection, read)
+        _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection, read, fused)
         with torch.autocast(x.device.type, enabled=False):
             return F.linear(x, weight, bias)
 
@@ -71,18 +82,24 @@ class _LowRankLinear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         constants, g_w, g_b, gx_hat = _backward(ctx, g if g.dim() == 3 else g.flatten(1, 2))
-        g_x = None if gx_hat is None else ctx.projection.back(gx_hat, constants)
+        g_x = None
+        if gx_hat is not None and ctx.fused:
+            g_x = kernels.back(gx_hat, ctx.projection, gx_hat.dtype)
+        elif gx_hat is not None:
+            g_x = ctx.projection.back(gx_hat, constants)
         if g_x is not None and g.dim() == 4:
             g_x = g_x.unflatten(1, g.shape[1:3])
-        return g_x, g_w, g_b, None, None
+        return g_x, g_w, g_b, None, None, None
 
 
 class _LowRankConv1x1(torch.autograd.Function):
     """1×1 convolution on feature maps of shape (B, C, H, W)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any) -> Tensor:
-        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection, read)
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any, fused: bool
+    ) -> Tensor:
+        _save(ctx, x.flatten(2).transpose(1, 2), weight, projection, read, fused)
         with torch.autocast(x.device.type, enabled=False):
             return F.conv2d(x, weight, bias)
 
@@ -94,9 +111,12 @@ class _LowRankConv1x1(torch.autograd.Function):
         if gx_hat is not None:
             # g_x has the memory format of g, so that earlier layers do not have to copy g_x.
             first = g.is_contiguous()
-            g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
+            if ctx.fused and not first:
+                g_x = kernels.back(gx_hat, ctx.projection, gx_hat.dtype)
+            else:
+                g_x = ctx.projection.back(gx_hat, constants, channels_first=first)
             g_x = (g_x if first else g_x.transpose(1, 2)).unflatten(2, g.shape[2:])
-        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None
+        return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None, None
 
 
 #: The attribute `held` stores the last x̂. The next layer reuses x̂ if its input is the same tensor. The backward pass
@@ -105,20 +125,29 @@ _last = SimpleNamespace(held=None)
 
 
 def _save(
-    ctx: Any, x_BNC: Tensor, weight: Tensor, projection: Projection | SubsetProjection, read: weakref.ref[Tensor]
+    ctx: Any,
+    x_BNC: Tensor,
+    weight: Tensor,
+    projection: Projection | SubsetProjection,
+    read: weakref.ref[Tensor],
+    fused: bool,
 ) -> None:
     """Save the constants, x̂ if the weight requires a gradient, and the weight if x requires a gradient.
 
     If packing is active, x̂ is packed. `read` is a weak reference to the input of the layer.
     """
-    ctx.projection = projection
+    ctx.projection, ctx.fused = projection, fused and isinstance(projection, Projection)
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
-    x_hat = _x_hat(x_BNC, projection, constants, read) if ctx.needs_input_grad[1] else None
+    x_hat = _x_hat(x_BNC, projection, constants, read, ctx.fused) if ctx.needs_input_grad[1] else None
     save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
 
 
 def _x_hat(
-    x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, read: weakref.ref[Tensor]
+    x_BNC: Tensor,
+    projection: Projection | SubsetProjection,
+    constants: Constants,
+    read: weakref.ref[Tensor],
+    fused: bool,
 ) -> Tensor | Packed:
     """Return x̂, or a packed tensor that unpacks to x̂. If the previous layer read the same tensor, return its x̂."""
     packing = current_packing()  # the packing mode does not intercept tensors that an autograd function saves
@@ -134,7 +163,7 @@ def _x_hat(
         if isinstance(held[2], Packed):
             held[2].shared.add_user()
         return held[2]
-    dense = projection.project(x_BNC, constants)
+    dense, _ = _project(x_BNC, projection, constants, fused)
     x_hat = dense if packing is None else packing.keep(dense, packing.policy.product, heads=-1, role="projected")
     _last.held = read, how, x_hat
     return x_hat
@@ -151,28 +180,40 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     _last.held = None
     x_hat, weight, *_ = load(ctx)
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
-    g_hat = ctx.projection.project(g_BNC, constants)
-    g_w = None if x_hat is None else _weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))
-    g_b = None
-    if ctx.needs_input_grad[2]:
+    g_hat, g_b = _project(g_BNC, ctx.projection, constants, ctx.fused, sums=ctx.needs_input_grad[2])
+    g_w = None if x_hat is None else weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))
+    if ctx.needs_input_grad[2] and g_b is None:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
             # The sum over positions is computed from the coefficients to avoid a second pass over g.
             g_b = torch.matmul(constants.ones, g_hat.sum(0))
         else:
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
-    if ctx.needs_input_grad[0]:
+    if ctx.needs_input_grad[0] and ctx.fused:
+        gx_hat = torch.mm(g_hat.flatten(0, 1), weight.flatten(1)).unflatten(0, g_hat.shape[:2])
+    elif ctx.needs_input_grad[0]:
         # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to 25 % less time.
         gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
     return constants, g_w, g_b, gx_hat
 
 
-def _weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
+def _project(
+    x_BNC: Tensor, projection: Projection | SubsetProjection, constants: Constants, fused: bool, sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Return the coefficients of x, and Σ x over images and tokens if `sums` is True and a kernel computes it."""
+    if fused and x_BNC.is_contiguous() and kernels.supported(x_BNC):
+        assert isinstance(projection, Projection)
+        x_hat, total, *_ = kernels.project(x_BNC, projection, x_BNC.dtype, sums=sums)
+        return x_hat, None if total is None else total.to(x_BNC.dtype)
+    return projection.project(x_BNC, constants), None
+
+
+def weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     """Compute ĝᵀx̂ (C_out, C_in) from ĝ (B·R, C_out) and x̂ (B·R, C_in)."""
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
-    if g_hat.device.type != "cpu" or c_in < 2 * c_out:
+    if g_hat.device.type != "cpu" or g_hat.dtype != torch.float32 or c_in < 2 * c_out:
         return torch.mm(g_hat.T, x_hat)
-    # CPU libraries parallelize products with a wide result poorly. Square pieces take 20 % less time.
+    # In fp32, CPU libraries parallelize products with a wide result poorly. Square pieces take 20 % less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out
     for columns, out in zip(x_hat.chunk(pieces, 1), g_w.chunk(pieces, 1), strict=True):

@@ -82,7 +82,7 @@ class Projection:
     rank: int
     groups: tuple[Group, ...]
     ones: np.ndarray | None
-    _cache: dict[tuple[Any, ...], Constants] = field(default_factory=dict, repr=False)
+    _cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def flops(self) -> int:
@@ -150,6 +150,48 @@ class Projection:
             self._cache[key] = one.constants(device, dtype)
         analysis, synthesis = self._cache[key].matrices
         return analysis, synthesis
+
+    def blocks(self) -> dict[str, Tensor]:
+        """Return the tiles in the form that the kernels read (see `numba_kernels`), on the CPU.
+
+        The matrices of a tile are padded with zeros and cut into blocks of 4 × 4 values.
+        """
+        if "blocks" not in self._cache:
+            with unset_fake_temporarily(), torch.inference_mode(False):
+                self._cache["blocks"] = self._build_blocks()
+        return self._cache["blocks"]
+
+    def _build_blocks(self) -> dict[str, Tensor]:
+        table: list[list[int]] = []
+        positions: list[np.ndarray] = []
+        numbers: list[np.ndarray] = []
+        analysis: list[np.ndarray] = []
+        synthesis: list[np.ndarray] = []
+        first = size = 0
+        for g in self.groups:
+            rows, length = g.analysis.shape
+            for k in range(g.tiles):
+                at = np.arange(length) if g.positions is None else g.positions[k]
+                for of_rows, of_positions in _components(g.analysis, g.synthesis):
+                    before = [sum(len(a) for a in arrays) for arrays in (positions, numbers)]
+                    table.append([before[0], len(of_positions), before[1], len(of_rows), size])
+                    positions.append(at[of_positions])
+                    numbers.append(first + of_rows)
+                    both = [m[np.ix_(of_rows, of_positions)] for m in (g.analysis, g.synthesis)]
+                    padded = [np.pad(m, [(0, -n % 4) for n in m.shape]) for m in both]
+                    # Shape (coefficients / 4, 4, positions / 4, 4). A block contains the two dimensions of size 4.
+                    cut = [m.reshape(len(m) // 4, 4, -1, 4) for m in padded]
+                    analysis.append(cut[0].transpose(2, 0, 1, 3).reshape(-1))
+                    synthesis.append(cut[1].transpose(2, 0, 3, 1).reshape(-1))
+                    size += analysis[-1].size
+                first += rows
+        return {
+            "table": torch.tensor(table),
+            "positions": torch.from_numpy(np.concatenate(positions).astype(np.int64)),
+            "numbers": torch.from_numpy(np.concatenate(numbers).astype(np.int64)),
+            "analysis": torch.from_numpy(np.concatenate(analysis).astype(np.float32)),
+            "synthesis": torch.from_numpy(np.concatenate(synthesis).astype(np.float32)),
+        }
 
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
         """Compute the coefficients (B, R, C) of tokens (B, N, C). The result is contiguous."""
@@ -240,6 +282,27 @@ def _group(tiles: list[Tile]) -> list[Group]:
         key = t.analysis.shape, t.analysis.round(9).tobytes(), t.synthesis.round(9).tobytes()
         equal.setdefault(key, []).append(t)
     return [Group(np.stack([t.positions for t in ts]), ts[0].analysis, ts[0].synthesis) for ts in equal.values()]
+
+
+def _components(analysis: np.ndarray, synthesis: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return the rows and columns of the independent blocks of two matrices that are zero outside the same blocks."""
+    used = (analysis != 0) | (synthesis != 0)
+    found: list[tuple[np.ndarray, np.ndarray]] = []
+    rest = np.ones(len(used), bool)
+    while rest.any():
+        rows = np.zeros(len(used), bool)
+        rows[rest.argmax()] = True
+        while True:
+            columns = used[rows].any(0)
+            more = used[:, columns].any(1) | rows
+            if (more == rows).all():
+                break
+            rows = more
+        rest &= ~rows
+        # Every position belongs to a block, even if all its coefficients are zero.
+        columns |= ~used.any(0) if not found else False
+        found.append((np.flatnonzero(rows), np.flatnonzero(columns)))
+    return found
 
 
 def _combination(group: Group) -> np.ndarray | None:

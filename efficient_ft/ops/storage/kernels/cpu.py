@@ -159,8 +159,7 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
     The kernel receives a pointer to an array of integers: a shared counter, followed by the values of `job`.
     """
-    numbers = np.zeros(16, np.int64)
-    numbers[1 : 1 + len(job)] = job
+    numbers = np.array([0, *job], np.int64)
     threads = max(1, min(torch.get_num_threads(), job[0]))
     parallel = _team()
     if threads > 1 and parallel is not None:

@@ -1,0 +1,678 @@
+"""The numba kernels of the low-rank backward pass. Importing this module requires numba.
+
+A job processes one image and `WIDTH` channels. The tensors of the model are read and written once, in their own dtype,
+and all sums are computed in float32. bfloat16 values are passed as uint16.
+
+A projection consists of tiles (see `ops.projection.tiles`). A tile is processed in blocks of 4 positions, and its
+matrices are stored in blocks of 4 positions × 4 coefficients.
+"""
+# mypy: ignore-errors
+# mypy cannot check code that numba compiles.
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from numba import carray, float32, int64, njit, types, uint16, uint32
+from numba.extending import overload
+
+from efficient_ft.ops.gelu.numba_kernels import _cdf, _density
+from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
+
+WIDTH = 128  # number of channels that a job processes
+_FOUR = 4 * WIDTH  # number of values of four positions, which are processed together
+_KINDS = {2: np.uint16, 4: np.float32}
+
+_jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
+
+
+def _to_float(value):
+    raise NotImplementedError  # compiled code only
+
+
+@overload(_to_float)
+def _(value):
+    if value == types.uint16:
+        return lambda value: np.uint32(uint32(value) << uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+def _assign(row, i, value):
+    raise NotImplementedError  # compiled code only
+
+
+@overload(_assign)
+def _(row, i, value):
+    if row.dtype == types.uint16:
+
+        def rounded(row, i, value):
+            bits = np.float32(value).view(np.uint32)
+            near = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
+            row[i] = uint16(near) if value == value else uint16(0x7FC0)  # NaN would overflow
+
+        return rounded
+
+    def stored(row, i, value):
+        row[i] = value
+
+    return stored
+
+
+@_jit
+def _load(source, target):
+    for i in range(len(source)):
+        target[i] = _to_float(source[i])
+
+
+@_jit
+def _store(source, target):
+    for i in range(len(target)):
+        _assign(target, i, source[i])
+
+
+@_jit
+def _set_block(target, source, m):
+    """Set the four rows of `target` to m (4 × 4) times the four rows of `source`."""
+    m00, m01, m02, m03, m10, m11, m12, m13 = m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7]
+    m20, m21, m22, m23, m30, m31, m32, m33 = m[8], m[9], m[10], m[11], m[12], m[13], m[14], m[15]
+    for c in range(WIDTH):
+        s0, s1, s2, s3 = source[c], source[WIDTH + c], source[2 * WIDTH + c], source[3 * WIDTH + c]
+        t = m00 * s0
+        t += m01 * s1
+        t += m02 * s2
+        t += m03 * s3
+        target[c] = t
+        t = m10 * s0
+        t += m11 * s1
+        t += m12 * s2
+        t += m13 * s3
+        target[WIDTH + c] = t
+        t = m20 * s0
+        t += m21 * s1
+        t += m22 * s2
+        t += m23 * s3
+        target[2 * WIDTH + c] = t
+        t = m30 * s0
+        t += m31 * s1
+        t += m32 * s2
+        t += m33 * s3
+        target[3 * WIDTH + c] = t
+
+
+@_jit
+def _add_block(target, source, m):
+    """Add m (4 × 4) times the four rows of `source` to the four rows of `target`."""
+    m00, m01, m02, m03, m10, m11, m12, m13 = m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7]
+    m20, m21, m22, m23, m30, m31, m32, m33 = m[8], m[9], m[10], m[11], m[12], m[13], m[14], m[15]
+    for c in range(WIDTH):
+        s0, s1, s2, s3 = source[c], source[WIDTH + c], source[2 * WIDTH + c], source[3 * WIDTH + c]
+        t = target[c]
+        t += m00 * s0
+        t += m01 * s1
+        t += m02 * s2
+        t += m03 * s3
+        target[c] = t
+        t = target[WIDTH + c]
+        t += m10 * s0
+        t += m11 * s1
+        t += m12 * s2
+        t += m13 * s3
+        target[WIDTH + c] = t
+        t = target[2 * WIDTH + c]
+        t += m20 * s0
+        t += m21 * s1
+        t += m22 * s2
+        t += m23 * s3
+        target[2 * WIDTH + c] = t
+        t = target[3 * WIDTH + c]
+        t += m30 * s0
+        t += m31 * s1
+        t += m32 * s2
+        t += m33 * s3
+        target[3 * WIDTH + c] = t
+
+
+@_jit
+def _analyze(rows, hats, matrix, blocks):
+    """Add the coefficients of four positions to `hats`."""
+    for k in range(blocks):
+        _add_block(hats[4 * k * WIDTH : 4 * (k + 1) * WIDTH], rows, matrix[16 * k : 16 * (k + 1)])
+
+
+@_jit
+def _synthesize(hats, rows, matrix, blocks):
+    """Compute four positions from the coefficients `hats`."""
+    _set_block(rows, hats, matrix)
+    for k in range(1, blocks):
+        _add_block(rows, hats[4 * k * WIDTH : 4 * (k + 1) * WIDTH], matrix[16 * k : 16 * (k + 1)])
+
+
+@_jit
+def _load_four(x, starts, width, rows):
+    """Load four positions of x, which start at `starts`. A position with a negative start is set to zero."""
+    for k in range(4):
+        start, to = starts[k], k * WIDTH
+        if start < 0:
+            rows[to : to + WIDTH] = float32(0)
+        else:
+            _load(x[start : start + width], rows[to : to + width])
+
+
+@_jit
+def _store_four(rows, starts, width, x):
+    for k in range(4):
+        start, to = starts[k], k * WIDTH
+        if start >= 0:
+            _store(rows[to : to + width], x[start : start + width])
+
+
+@_jit
+def _repeat(x, four):
+    """Write x (at most `WIDTH` values) four times."""
+    for k in range(4):
+        _load(x, four[k * WIDTH : (k + 1) * WIDTH])
+
+
+@_jit
+def _sum_four(four, total):
+    for i in range(len(total)):
+        total[i] = (four[i] + four[WIDTH + i]) + (four[2 * WIDTH + i] + four[3 * WIDTH + i])
+
+
+@_jit
+def _find_four(starts, positions, p, count, before, n, first):
+    """Set the starts of four positions in an image that starts at row `before`, or -1 after the last position."""
+    for k in range(4):
+        starts[k] = (before + positions[p + k]) * n + first if p + k < count else int64(-1)
+
+
+@_jit
+def _gelu_row(x, scale, shift, y):
+    for i in range(WIDTH):
+        u = x[i] * scale[i] + shift[i]
+        y[i] = u * _cdf(u)
+
+
+@_jit
+def _gelu_four(x, scale, shift, y):
+    # A loop over all four positions takes twice the time.
+    for k in range(4):
+        a, b = k * WIDTH, (k + 1) * WIDTH
+        _gelu_row(x[a:b], scale[:WIDTH], shift[:WIDTH], y[a:b])
+
+
+#: For all larger values of |u|, the derivative of GELU differs from 0 or 1 by less than 2e-5.
+_LARGEST = float32(4.8)
+
+
+@_jit
+def _rounded_derivative(u):
+    """Compute the derivative of GELU with an absolute error below 3e-5, which is far less than bfloat16 resolves.
+
+    The odd function GELU'(u) - 1/2 is approximated by u · p(u²), where p is the minimax polynomial of degree 11.
+    """
+    u = min(max(u, -_LARGEST), _LARGEST)
+    v = u * u * float32(2 / 4.8**2) - float32(1)
+    p = v * float32(-0.0124141764) + float32(0.0297253168)
+    p = p * v + float32(-0.0236890962)
+    p = p * v + float32(0.026012565)
+    p = p * v + float32(-0.0612787227)
+    p = p * v + float32(0.0865286502)
+    p = p * v + float32(-0.0887080351)
+    p = p * v + float32(0.0863508491)
+    p = p * v + float32(-0.0805230928)
+    p = p * v + float32(0.0739234822)
+    p = p * v + float32(-0.0802264135)
+    p = p * v + float32(0.148467747)
+    return float32(0.5) + u * p
+
+
+@_jit
+def _gelu_row_gradient(g, x, scale, shift, of_shift, of_scale):
+    for i in range(WIDTH):
+        u = x[i] * scale[i] + shift[i]
+        h = g[i] * (_cdf(u) + u * _density(u))
+        g[i] = h * scale[i]
+        of_shift[i] += h
+        of_scale[i] += h * x[i]
+
+
+@_jit
+def _gelu_four_gradient(g, x, scale, shift, of_shift, of_scale):
+    """Replace g by the gradient of x, and add to the gradients of shift and scale."""
+    for k in range(4):
+        a, b = k * WIDTH, (k + 1) * WIDTH
+        _gelu_row_gradient(g[a:b], x[a:b], scale[:WIDTH], shift[:WIDTH], of_shift[:WIDTH], of_scale[:WIDTH])
+
+
+@_jit
+def _gelu_four_rounded_gradient(g, x, scale, shift, of_shift, of_scale):
+    """Compute `_gelu_four_gradient` with `_rounded_derivative`."""
+    for i in range(_FOUR):
+        h = g[i] * _rounded_derivative(x[i] * scale[i] + shift[i])
+        g[i] = h * scale[i]
+        of_shift[i] += h
+        of_scale[i] += h * x[i]
+
+
+@_jit
+def _add_four(x, total):
+    for i in range(_FOUR):
+        total[i] += x[i]
+
+
+@_jit
+def _add_products(x, f, total):
+    for i in range(_FOUR):
+        total[i] += x[i] * f[i]
+
+
+@_jit
+def _scale(x, scale):
+    for i in range(WIDTH):
+        x[i] *= scale[i]
+
+
+@_jit
+def _affine_row(x, f, scale, shift, y):
+    for i in range(len(scale)):
+        _assign(y, i, _to_float(x[i]) + (_to_float(f[i]) * scale[i] + shift[i]))
+
+
+# A job starts with the counter, the numbers of jobs, channels n, tokens, coefficients and tiles, and the addresses of
+# the tile table, the positions and the coefficients of the tiles. The addresses of matrices and tensors follow. A row
+# of the tile table contains the first position, the number of positions, the first coefficient, the number of
+# coefficients, and the start of the matrix of the tile.
+
+
+@functools.cache
+def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: bool) -> Any:
+    """Compile the job that computes the coefficients of x.
+
+    `of` and `to` are the numbers of bytes per element of x and of the coefficients. Options: Σ x over the tokens
+    (`sums`), Σ x · f with the tensor f (`second` bytes per element, or 0), scaled coefficients, and a copy of x in the
+    dtype of the coefficients.
+    """
+    of_kind, to_kind, second_kind = _KINDS[of], _KINDS[to], _KINDS[second or 4]
+
+    def project_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
+        table = carray(_address(job[6]), (tiles, 5), np.int64)
+        positions = carray(_address(job[7]), (tokens,), np.int64)
+        numbers = carray(_address(job[8]), (rank,), np.int64)
+        chunks = (n + WIDTH - 1) // WIDTH
+        batch = jobs // chunks
+        matrices = carray(_address(job[9]), (job[10],), np.float32)
+        x = carray(_address(job[11]), (batch * tokens * n,), of_kind)
+        x_hat = carray(_address(job[12]), (batch * rank * n,), to_kind)
+        hats = np.empty(4 * ((rank + 3) // 4) * WIDTH, np.float32)
+        rows, other = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32)
+        of_x, of_product = np.empty(_FOUR, np.float32), np.empty(_FOUR, np.float32)
+        factor, starts = np.zeros(WIDTH, np.float32), np.empty(4, np.int64)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            of_x[:] = float32(0)
+            of_product[:] = float32(0)
+            if scaled:
+                scale = carray(_address(job[13]), (n,), np.float32)
+                _load(scale[first:last], factor)
+            for t in range(tiles):
+                at, count, at_hat, count_hat, at_matrix = table[t]
+                blocks = (count_hat + 3) // 4
+                hats[: 4 * blocks * WIDTH] = float32(0)
+                for p in range(0, count, 4):
+                    _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _load_four(x, starts, last - first, rows)
+                    if copies:
+                        y = carray(_address(job[14]), (batch * tokens * n,), to_kind)
+                        _store_four(rows, starts, last - first, y)
+                    if sums:
+                        _add_four(rows, of_x)
+                    if second != 0:
+                        f = carray(_address(job[15]), (batch * tokens * n,), second_kind)
+                        _load_four(f, starts, last - first, other)
+                        _add_products(rows, other, of_product)
+                    _analyze(rows, hats, matrices[at_matrix + 4 * p * blocks :], blocks)
+                for r in range(count_hat):
+                    row = hats[r * WIDTH : (r + 1) * WIDTH]
+                    if scaled:
+                        _scale(row, factor)
+                    start = (image * rank + numbers[at_hat + r]) * n
+                    _store(row, x_hat[start + first : start + last])
+            if sums:
+                total = carray(_address(job[16]), (batch * n,), np.float32)
+                _sum_four(of_x, total[image * n + first : image * n + last])
+            if second != 0:
+                total = carray(_address(job[17]), (batch * n,), np.float32)
+                _sum_four(of_product, total[image * n + first : image * n + last])
+
+    return as_job(of, to, second, scaled, sums, copies, cache=True)(project_job)
+
+
+@functools.cache
+def back(of: int, to: int, second: int) -> Any:
+    """Compile the job that computes tokens from coefficients, plus a second tensor if `second` is not 0."""
+    of_kind, to_kind, second_kind = _KINDS[of], _KINDS[to], _KINDS[second or 4]
+
+    def back_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
+        table = carray(_address(job[6]), (tiles, 5), np.int64)
+        positions = carray(_address(job[7]), (tokens,), np.int64)
+        numbers = carray(_address(job[8]), (rank,), np.int64)
+        chunks = (n + WIDTH - 1) // WIDTH
+        batch = jobs // chunks
+        matrices = carray(_address(job[9]), (job[10],), np.float32)
+        x_hat = carray(_address(job[11]), (batch * rank * n,), of_kind)
+        x = carray(_address(job[12]), (batch * tokens * n,), to_kind)
+        hats = np.zeros(4 * ((rank + 3) // 4) * WIDTH, np.float32)
+        rows, other, starts = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32), np.empty(4, np.int64)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            for t in range(tiles):
+                at, count, at_hat, count_hat, at_matrix = table[t]
+                blocks = (count_hat + 3) // 4
+                hats[4 * (blocks - 1) * WIDTH : 4 * blocks * WIDTH] = float32(0)
+                for r in range(count_hat):
+                    start = (image * rank + numbers[at_hat + r]) * n
+                    _load(x_hat[start + first : start + last], hats[r * WIDTH : (r + 1) * WIDTH])
+                for p in range(0, count, 4):
+                    _synthesize(hats, rows, matrices[at_matrix + 4 * p * blocks :], blocks)
+                    _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    if second != 0:
+                        g = carray(_address(job[13]), (batch * tokens * n,), second_kind)
+                        _load_four(g, starts, last - first, other)
+                        _add_four(other, rows)
+                    _store_four(rows, starts, last - first, x)
+
+    return as_job(of, to, second, cache=True)(back_job)
+
+
+@functools.cache
+def activate(size: int, projects: bool) -> Any:
+    """Compile the job that computes y = GELU(f · scale + shift), and the coefficients of y if `projects` is True."""
+    kind = _KINDS[size]
+
+    def activate_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
+        table = carray(_address(job[6]), (tiles, 5), np.int64)
+        positions = carray(_address(job[7]), (tokens,), np.int64)
+        numbers = carray(_address(job[8]), (rank,), np.int64)
+        chunks = (n + WIDTH - 1) // WIDTH
+        batch = jobs // chunks
+        matrices = carray(_address(job[9]), (job[10],), np.float32)
+        f = carray(_address(job[11]), (batch * tokens * n,), kind)
+        y = carray(_address(job[12]), (batch * tokens * n,), kind)
+        all_scales = carray(_address(job[13]), (n,), np.float32)
+        all_shifts = carray(_address(job[14]), (n,), np.float32)
+        hats = np.empty(4 * ((rank + 3) // 4) * WIDTH, np.float32)
+        rows, other, starts = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32), np.empty(4, np.int64)
+        scale, shift = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            _repeat(all_scales[first:last], scale)
+            _repeat(all_shifts[first:last], shift)
+            for t in range(tiles):
+                at, count, at_hat, count_hat, at_matrix = table[t]
+                blocks = (count_hat + 3) // 4
+                hats[: 4 * blocks * WIDTH] = float32(0)
+                for p in range(0, count, 4):
+                    _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _load_four(f, starts, last - first, other)
+                    _gelu_four(other, scale, shift, rows)
+                    _store_four(rows, starts, last - first, y)
+                    if projects:
+                        _analyze(rows, hats, matrices[at_matrix + 4 * p * blocks :], blocks)
+                if projects:
+                    y_hat = carray(_address(job[15]), (batch * rank * n,), kind)
+                    for r in range(count_hat):
+                        start = (image * rank + numbers[at_hat + r]) * n
+                        _store(hats[r * WIDTH : (r + 1) * WIDTH], y_hat[start + first : start + last])
+
+    return as_job(size, projects, cache=True)(activate_job)
+
+
+@functools.cache
+def activate_backward(size: int) -> Any:
+    """Compile the job that computes the coefficients of the gradient of f from the coefficients of the gradient of y.
+
+    The sums for the gradients of scale and shift are computed for each image.
+    """
+    kind = _KINDS[size]
+
+    def activate_backward_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
+        table = carray(_address(job[6]), (tiles, 5), np.int64)
+        positions = carray(_address(job[7]), (tokens,), np.int64)
+        numbers = carray(_address(job[8]), (rank,), np.int64)
+        chunks = (n + WIDTH - 1) // WIDTH
+        batch = jobs // chunks
+        analysis = carray(_address(job[9]), (job[10],), np.float32)
+        synthesis = carray(_address(job[11]), (job[10],), np.float32)
+        f = carray(_address(job[12]), (batch * tokens * n,), kind)
+        g_hat = carray(_address(job[13]), (batch * rank * n,), kind)
+        out = carray(_address(job[14]), (batch * rank * n,), kind)
+        all_scales = carray(_address(job[15]), (n,), np.float32)
+        all_shifts = carray(_address(job[16]), (n,), np.float32)
+        of_scales = carray(_address(job[17]), (batch * n,), np.float32)
+        of_shifts = carray(_address(job[18]), (batch * n,), np.float32)
+        size_hats = 4 * ((rank + 3) // 4) * WIDTH
+        before, after = np.zeros(size_hats, np.float32), np.zeros(size_hats, np.float32)
+        rows, other, starts = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32), np.empty(4, np.int64)
+        scale, shift = np.zeros(_FOUR, np.float32), np.zeros(_FOUR, np.float32)
+        of_scale, of_shift = np.empty(_FOUR, np.float32), np.empty(_FOUR, np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            _repeat(all_scales[first:last], scale)
+            _repeat(all_shifts[first:last], shift)
+            of_scale[:] = float32(0)
+            of_shift[:] = float32(0)
+            for t in range(tiles):
+                at, count, at_hat, count_hat, at_matrix = table[t]
+                blocks = (count_hat + 3) // 4
+                after[: 4 * blocks * WIDTH] = float32(0)
+                before[4 * (blocks - 1) * WIDTH : 4 * blocks * WIDTH] = float32(0)
+                for r in range(count_hat):
+                    start = (image * rank + numbers[at_hat + r]) * n
+                    _load(g_hat[start + first : start + last], before[r * WIDTH : (r + 1) * WIDTH])
+                for p in range(0, count, 4):
+                    at_block = at_matrix + 4 * p * blocks
+                    _synthesize(before, rows, synthesis[at_block:], blocks)
+                    _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _load_four(f, starts, last - first, other)
+                    if size == 2:
+                        _gelu_four_rounded_gradient(rows, other, scale, shift, of_shift, of_scale)
+                    else:
+                        _gelu_four_gradient(rows, other, scale, shift, of_shift, of_scale)
+                    _analyze(rows, after, analysis[at_block:], blocks)
+                for r in range(count_hat):
+                    start = (image * rank + numbers[at_hat + r]) * n
+                    _store(after[r * WIDTH : (r + 1) * WIDTH], out[start + first : start + last])
+            _sum_four(of_scale, of_scales[image * n + first : image * n + last])
+            _sum_four(of_shift, of_shifts[image * n + first : image * n + last])
+
+    return as_job(size, cache=True)(activate_backward_job)
+
+
+@functools.cache
+def add_affine(of: int, second: int) -> Any:
+    """Compile the job that computes x + f · scale + shift in the dtype of x (`of` bytes per element)."""
+    of_kind, second_kind = _KINDS[of], _KINDS[second]
+
+    def add_affine_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, rows = job[1], job[2], job[3]
+        x = carray(_address(job[4]), (rows * n,), of_kind)
+        f = carray(_address(job[5]), (rows * n,), second_kind)
+        y = carray(_address(job[6]), (rows * n,), of_kind)
+        scale = carray(_address(job[7]), (n,), np.float32)
+        shift = carray(_address(job[8]), (n,), np.float32)
+        at_a_time = job[9]
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            for r in range(j * at_a_time, min((j + 1) * at_a_time, rows)):
+                a, b = r * n, (r + 1) * n
+                _affine_row(x[a:b], f[a:b], scale, shift, y[a:b])
+
+    return as_job(of, second, cache=True)(add_affine_job)
+
+
+@_jit
+def _sum_neighbors(map_, height, width, sums, total):
+    """Compute in `total` the sum over the 3 × 3 neighborhood of each position. `sums` is scratch memory."""
+    for y in range(height):
+        for x in range(width):
+            at = (y * width + x) * WIDTH
+            left = at - WIDTH if x > 0 else at
+            right = at + WIDTH if x < width - 1 else at
+            a, b = float32(x > 0), float32(x < width - 1)
+            _weighted(map_[at : at + WIDTH], map_[left : left + WIDTH], map_[right : right + WIDTH], a, b, sums[at:])
+    row = width * WIDTH
+    for y in range(height):
+        for x in range(width):
+            at = (y * width + x) * WIDTH
+            above = at - row if y > 0 else at
+            below = at + row if y < height - 1 else at
+            a, b = float32(y > 0), float32(y < height - 1)
+            _weighted(sums[at : at + WIDTH], sums[above : above + WIDTH], sums[below : below + WIDTH], a, b, total[at:])
+
+
+@_jit
+def _weighted(x, before, after, a, b, total):
+    for i in range(WIDTH):
+        total[i] = x[i] + before[i] * a + after[i] * b
+
+
+@_jit
+def _share(y, x, height, width):
+    """Return 1 / n for the n positions in the 3 × 3 neighborhood of a position."""
+    rows = 3 - (y == 0) - (y == height - 1)
+    columns = 3 - (x == 0) - (x == width - 1)
+    return float32(1) / float32(rows * columns)
+
+
+@_jit
+def _mix_row(x, total, share, scale, y):
+    for i in range(WIDTH):
+        y[i] = x[i] + (total[i] * share - x[i]) * scale[i]
+
+
+@_jit
+def _mix_row_gradient(g, total, x, scale, g_x, of_scale):
+    for i in range(WIDTH):
+        h = total[i] - g[i]
+        of_scale[i] += h * x[i]
+        g_x[i] = g[i] + h * scale[i]
+
+
+@_jit
+def _multiply_row(x, share, y):
+    for i in range(WIDTH):
+        y[i] = x[i] * share
+
+
+@functools.cache
+def mix(of: int, to: int) -> Any:
+    """Compile the job that computes y = x + scale · (mean of the 3 × 3 neighborhood of x - x)."""
+    of_kind, to_kind = _KINDS[of], _KINDS[to]
+
+    def mix_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, height, width = job[1], job[2], job[3], job[4]
+        chunks = (n + WIDTH - 1) // WIDTH
+        tokens = height * width
+        size = jobs // chunks * tokens * n
+        x = carray(_address(job[5]), (size,), of_kind)
+        y = carray(_address(job[6]), (size,), to_kind)
+        scales = carray(_address(job[7]), (n,), np.float32)
+        rows, sums = np.zeros(tokens * WIDTH, np.float32), np.zeros(tokens * WIDTH, np.float32)
+        total = np.zeros(tokens * WIDTH, np.float32)
+        scale, out = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            _load(scales[first:last], scale)
+            for t in range(tokens):
+                start = (image * tokens + t) * n
+                _load(x[start + first : start + last], rows[t * WIDTH : (t + 1) * WIDTH])
+            _sum_neighbors(rows, height, width, sums, total)
+            for t in range(tokens):
+                start, at = (image * tokens + t) * n, t * WIDTH
+                share = _share(t // width, t % width, height, width)
+                _mix_row(rows[at : at + WIDTH], total[at : at + WIDTH], share, scale, out)
+                _store(out, y[start + first : start + last])
+
+    return as_job(of, to, cache=True)(mix_job)
+
+
+@functools.cache
+def mix_backward(of: int, to: int, saved: int) -> Any:
+    """Compile the job that computes the gradient of x (`to`) from g (`of`) and x (`saved`) for `mix`.
+
+    The gradient of scale is computed for each image.
+    """
+    of_kind, to_kind, saved_kind = _KINDS[of], _KINDS[to], _KINDS[saved]
+
+    def mix_backward_job(pointer):
+        job = carray(pointer, 20)
+        jobs, n, height, width = job[1], job[2], job[3], job[4]
+        chunks = (n + WIDTH - 1) // WIDTH
+        tokens = height * width
+        batch = jobs // chunks
+        g = carray(_address(job[5]), (batch * tokens * n,), of_kind)
+        g_x = carray(_address(job[6]), (batch * tokens * n,), to_kind)
+        scales = carray(_address(job[7]), (n,), np.float32)
+        x = carray(_address(job[8]), (batch * tokens * n,), saved_kind)
+        of_scales = carray(_address(job[9]), (batch * n,), np.float32)
+        rows, sums = np.zeros(tokens * WIDTH, np.float32), np.zeros(tokens * WIDTH, np.float32)
+        shares = np.zeros(tokens * WIDTH, np.float32)
+        scale, of_scale = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        other, out = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
+        while True:
+            j = _take(job)
+            if j >= jobs:
+                break
+            image, first = j // chunks, (j % chunks) * WIDTH
+            last = min(first + WIDTH, n)
+            _load(scales[first:last], scale)
+            of_scale[:] = float32(0)
+            for t in range(tokens):
+                start, at = (image * tokens + t) * n, t * WIDTH
+                _load(g[start + first : start + last], rows[at : at + WIDTH])
+                share = _share(t // width, t % width, height, width)
+                _multiply_row(rows[at : at + WIDTH], share, shares[at : at + WIDTH])
+            _sum_neighbors(shares, height, width, sums, shares)
+            for t in range(tokens):
+                start, at = (image * tokens + t) * n, t * WIDTH
+                _load(x[start + first : start + last], other)
+                _mix_row_gradient(rows[at : at + WIDTH], shares[at : at + WIDTH], other, scale, out, of_scale)
+                _store(out, g_x[start + first : start + last])
+            _store(of_scale, of_scales[image * n + first : image * n + last])
+
+    return as_job(of, to, saved, cache=True)(mix_backward_job)
