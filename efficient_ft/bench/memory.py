@@ -103,7 +103,7 @@ def memory_report(
     `precision`.
     """
     sources = {record["memory"]["source"] for record in recipes.values() if "memory" in record}
-    of_files = [record["interpreter_file_bytes"] for record in recipes.values() if "memory" in record]
+    of_files = [record.get("interpreter_file_bytes", 0) for record in recipes.values() if "memory" in record]
     failed = [f"{name}: {record['failure']}" for name, record in recipes.items() if "failure" in record]
     return {
         "kind": "memory",

@@ -1,4 +1,4 @@
-"""Numba kernels of the storage formats. Importing this module requires numba.
+"""Numba kernels of the storage formats. Importing this module requires numba and a working compiler.
 
 Each job is a C function with one argument: a pointer to an array of 64-bit integers, which contains sizes and data
 addresses. A job takes rows from the shared counter ``job[0]`` until no rows remain. Any number of threads can therefore
@@ -26,6 +26,10 @@ from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from efficient_ft.core.process_memory import release_library_pages
+from efficient_ft.ops.storage.kernels.compiler import compiler_works
+
+if not compiler_works():  # `optional_module` then selects the plain implementation
+    raise ImportError("numba cannot compile kernels")
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
