@@ -116,8 +116,9 @@ def _require_one_message(words: list[str], output: Path, may_train: bool = False
 _SENSIBLE = (
     "optim=sgd", "optim.lr=0.1", "optim.weight_decay=0.1", "optim.in_backward=true", "optim.state_bits=8",
     "optim.layer_decay=0.7", "optim.grad_clip_norm=null", "optim.schedule=constant", "trainer.grad_accum_steps=2",
-    "trainer.precision=bf16", "trainer.precision=fp16", "trainer.prefix=auto", "trainer.cache_features=on",
-    "trainer.devices=auto", "trainer.deterministic=true", "trainer.channels_last=true", "trainer.limit_eval_batches=1",
+    "trainer.precision=auto", "trainer.precision=bf16", "trainer.precision=fp16", "trainer.prefix=auto",
+    "trainer.cache_features=on", "trainer.devices=auto", "trainer.deterministic=true", "trainer.channels_last=true",
+    "trainer.limit_eval_batches=1",
     "method=lora", "method=[lora,lbp_wht]", "method=back_razor", "method=[alast]", "method=head", "method=[bsr,mesa]",
     "method=tinytl", "method=[last_stage,checkpointing]", "method.full.train_norms=false", "model.image_size=64",
     "model.drop_rate=0.2", "model.frozen_bn=true", "model.select=head", "model=deit_tiny", "model.zero_head=true",
