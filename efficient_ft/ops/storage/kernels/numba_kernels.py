@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import carray, cfunc, float32, int16, int32, int64, intp, njit, types, uint8, uint32, uint64
 from numba.core import cgutils
 from numba.core.registry import cpu_target
@@ -113,6 +114,87 @@ def to_bits(typing: Any, x: Any, number: Any) -> Any:
     return (x.dtype(x, float32), generate) if x.dtype in (int16, int32) else None
 
 
+def _vector(context: Any, builder: Any, array_type: Any, array: Any, at: Any, kind: Any) -> Any:
+    """Return a pointer of type `kind` to the element `at` of an array."""
+    made = context.make_array(array_type)(context, builder, array)
+    return builder.bitcast(cgutils.get_item_pointer(context, builder, array_type, made, [at]), kind.as_pointer())
+
+
+def _vector_types(number: Any) -> tuple[Any, Any, Any, str]:
+    """Return the LLVM types of a vector of 64 bytes, of a vector mask, and of the mask as an integer, and a suffix."""
+    lanes = 512 // number.bitwidth
+    vector = ir.VectorType(ir.IntType(number.bitwidth), lanes)
+    return vector, ir.VectorType(ir.IntType(1), lanes), ir.IntType(lanes), f"v{lanes}i{number.bitwidth}"
+
+
+@intrinsic
+def _compress(typing: Any, x: Any, i: Any, largest: Any, threshold: Any, out: Any, j: Any, bitmap: Any, at: Any) -> Any:
+    """Write the elements x[i], x[i + 1], … whose magnitude is at least `threshold` to `out` from position j.
+
+    64 bytes of x are read, and 64 bytes of `out` are written. The bits of the elements are written to `bitmap` from
+    position `at`. Return the number of selected elements.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        types_, number = signature.args, signature.args[0].dtype
+        vector, mask_type, integer, suffix = _vector_types(number)
+        values = builder.load(
+            _vector(context, builder, types_[0], args[0], args[1], vector), align=number.bitwidth // 8
+        )
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+
+        def splat(scalar: Any) -> Any:
+            one = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(ir.IntType(32), 0))
+            return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), zeros)
+
+        mask = builder.icmp_signed(">=", builder.and_(values, splat(args[2])), splat(args[3]))
+        name = f"llvm.x86.avx512.mask.compress.{suffix}"
+        compress = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector, vector, mask_type]), name
+        )
+        selected = builder.call(compress, [values, ir.Constant(vector, None), mask])
+        builder.store(
+            selected, _vector(context, builder, types_[4], args[4], args[5], vector), align=number.bitwidth // 8
+        )
+        bits = builder.bitcast(mask, integer)
+        builder.store(bits, _vector(context, builder, types_[6], args[6], args[7], integer), align=1)
+        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+
+    return uint64(x, intp, x.dtype, x.dtype, out, intp, bitmap, intp), generate
+
+
+@intrinsic
+def _expand(typing: Any, values: Any, j: Any, bitmap: Any, at: Any, x: Any, i: Any) -> Any:
+    """Write 64 bytes to x from position i: the next elements of `values` where a bit is 1, and 0 elsewhere.
+
+    The elements are read from position j of `values`, and the bits from position `at` of `bitmap`. 64 bytes of `values`
+    are read. Return the number of bits that are 1.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        types_, number = signature.args, signature.args[0].dtype
+        vector, mask_type, integer, suffix = _vector_types(number)
+        source = builder.load(
+            _vector(context, builder, types_[0], args[0], args[1], vector), align=number.bitwidth // 8
+        )
+        bits = builder.load(_vector(context, builder, types_[2], args[2], args[3], integer), align=1)
+        name = f"llvm.x86.avx512.mask.expand.{suffix}"
+        expand = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(vector, [vector, vector, mask_type]), name
+        )
+        row = builder.call(expand, [source, ir.Constant(vector, None), builder.bitcast(bits, mask_type)])
+        builder.store(row, _vector(context, builder, types_[4], args[4], args[5], vector), align=number.bitwidth // 8)
+        return builder.zext(builder.ctpop(bits), ir.IntType(64))
+
+    return uint64(values, intp, bitmap, intp, x, intp), generate
+
+
+def _lanes(size: int) -> int:
+    """Return the number of values that one instruction of the processor compresses, or 0 if there is no instruction."""
+    _, _, features = cpu_target.target_context.codegen().magic_tuple()
+    return 64 // size if "+avx512vbmi2" in features and size <= 4 else 0
+
+
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
     """Return a decorator that compiles a function with one pointer argument to a C function.
 
@@ -141,19 +223,25 @@ def _flags(row, largest, threshold, flags):
 
 
 @_jit
-def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
+def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags, lanes):
     """Keep the values whose magnitude is at least `threshold`, until `values` is full.
 
     The last `extra` values whose magnitude equals `threshold` are dropped. `out` must have space for the full row.
     Every element is written to `out`, but the position advances only after an element that is kept. The function has
-    many parameters, because a compiled function receives every array and number separately.
+    many parameters, because a compiled function receives every array and number separately. `lanes` is the result of
+    `_lanes`.
     """
     kept = len(values)
     start, step, pieces, length = where
     j, at = uint64(0), 0
     for piece in range(pieces):
         row = x[start + piece * step : start + piece * step + length]
-        for first in range(0, length, _CHUNK):
+        whole = length // lanes * lanes if lanes else 0
+        if lanes:
+            for first in range(0, whole, lanes):
+                j += _compress(row, first, largest, threshold, out, int64(j), byte_of, at)
+                at += lanes // 8
+        for first in range(whole, length, _CHUNK):
             part = row[first : first + _CHUNK]
             count = len(part)
             padded = (count + 7) // 8
@@ -166,27 +254,22 @@ def _pack_row(x, where, largest, threshold, extra, values, byte_of, out, flags):
             for m in range(padded):
                 byte_of[at + m] = (eight[m] * _GATHER) >> uint64(56)
             at += padded
-    if extra != 0 or j > kept:
-        # This case is rare: several values equal the threshold, or a sampled threshold is too low.
-        equal = -extra
-        for piece in range(pieces):
-            for v in x[start + piece * step : start + piece * step + length]:
-                equal += (v & largest) == threshold
-        j, at = uint64(0), 0
-        byte_of[:] = 0
-        for piece in range(pieces):
-            for v in x[start + piece * step : start + piece * step + length]:
-                a = v & largest
-                keep = a > threshold
-                if a == threshold and equal > 0:
-                    equal -= 1
-                    keep = True
-                if keep and j < kept:
-                    out[j] = v
-                    j += uint64(1)
-                    byte_of[at // 8] |= np.uint8(1 << (at % 8))
-                at += 1
-    stop = min(int64(j), kept)
+    # The last values are dropped if a sampled threshold is too low, or if too many values equal an exact one.
+    surplus, end = int64(j) - kept, int64(j)
+    stop = end
+    while surplus > 0:
+        at -= 1
+        for bit in range(7, -1, -1):
+            if surplus > 0 and byte_of[at] >> bit & 1:
+                stop -= 1
+                if extra == 0 or out[stop] & largest == threshold:
+                    byte_of[at] ^= np.uint8(1 << bit)
+                    surplus -= 1
+    if extra != 0:
+        for i in range(stop, end):
+            if out[i] & largest != threshold:
+                out[stop] = out[i]
+                stop += 1
     values[:stop] = out[:stop]
     values[stop:] = 0
 
@@ -333,9 +416,9 @@ def _extremes_long(x, low, high):
 @functools.cache
 def pack(size: int) -> Any:
     """Compile the job that packs rows of values with `size` bytes per value."""
-    integer = _INTEGERS[size]
+    integer, lanes = _INTEGERS[size], _lanes(size)
 
-    @as_job(size, cache=True)
+    @as_job(size, lanes, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, pieces, length, kept = job[1], job[2], job[3], job[4]
@@ -344,7 +427,7 @@ def pack(size: int) -> Any:
         values = carray(_address(job[6]), (rows, kept), integer)
         bitmap = carray(_address(job[7]), (rows, (n + 7) // 8), uint8)
         largest = x.dtype.type(job[11])
-        out, flags, sample = np.empty(n + 1, x.dtype), np.empty(_CHUNK, np.uint8), np.empty(min(m, n), x.dtype)
+        out, flags, sample = np.empty(n + 64, x.dtype), np.empty(_CHUNK, np.uint8), np.empty(min(m, n), x.dtype)
         while True:
             s = _take(job)
             if s >= rows:
@@ -356,7 +439,7 @@ def pack(size: int) -> Any:
             else:
                 _subsample(x, where, hop, largest, sample)
                 threshold, extra = _in_rank(sample, rank, largest), 0
-            _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags)
+            _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags, lanes)
 
     return job_of
 
@@ -364,23 +447,27 @@ def pack(size: int) -> Any:
 @functools.cache
 def unpack(size: int) -> Any:
     """Compile the job that unpacks rows of values with `size` bytes per value."""
-    integer = _INTEGERS[size]
+    integer, lanes = _INTEGERS[size], _lanes(size)
 
-    @as_job(size, cache=True)
+    @as_job(size, lanes, cache=True)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, n, kept = job[1], job[2], job[3]
         x = carray(_address(job[4]), (rows, n), integer)
         values = carray(_address(job[5]), (rows, kept), integer)
         bitmap = carray(_address(job[6]), (rows, (n + 7) // 8), uint8)
-        padded = np.zeros(kept + 1, values.dtype)
+        padded = np.zeros(kept + 64, values.dtype)
+        whole = n // lanes * lanes if lanes else 0
         while True:
             s = _take(job)
             if s >= rows:
                 return
             padded[:kept] = values[s]
             row, j = x[s], uint64(0)
-            for m in range(uint64(n // 8)):
+            if lanes:
+                for first in range(0, whole, lanes):
+                    j += _expand(padded, int64(j), bitmap[s], first // 8, row, first)
+            for m in range(uint64(whole // 8), uint64(n // 8)):
                 byte = uint64(bitmap[s, m])
                 for i in range(uint64(8)):
                     bit = (byte >> i) & uint64(1)
