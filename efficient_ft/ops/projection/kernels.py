@@ -6,8 +6,6 @@ The kernels are used for contiguous float32 and bfloat16 tensors on a CPU if num
 
 from __future__ import annotations
 
-import functools
-import logging
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,6 @@ from torch._C import _len_torch_dispatch_stack
 from efficient_ft.ops.optional import optional_module
 from efficient_ft.ops.projection.projection import Projection
 from efficient_ft.ops.storage.kernels.cpu import run_in_threads
-
-log = logging.getLogger(__name__)
 
 _ROWS = 16  # number of rows that a thread processes at a time
 
@@ -40,19 +36,7 @@ def supported(*tensors: Tensor) -> bool:
         )
         and _len_torch_dispatch_stack() == 0
         and _kernels() is not None
-        and _compile()
     )
-
-
-@functools.cache
-def _compile() -> bool:
-    """Compile a kernel, or load it from numba's cache. If this fails, report it once and return False."""
-    try:
-        _kernels().activate_backward(2)
-    except Exception as error:
-        log.warning("numba cannot compile the kernels of the low-rank backward pass. torch computes it: %s", error)
-        return False
-    return True
 
 
 def project(

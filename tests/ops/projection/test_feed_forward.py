@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,22 +108,6 @@ def test_without_numba_torchs_operations_compute_it(dtype: torch.dtype, monkeypa
         _, found = _gradients(_fused, projection, inputs, g, dtype)
         _, exact = _gradients(_separate, projection, inputs, g, torch.float64)
         assert all(_error(a, b) < ERROR[dtype] for a, b in zip(found, exact, strict=True))
-
-
-def test_kernels_that_do_not_compile_are_reported_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(size: int) -> None:
-        raise RuntimeError("no compiler")
-
-    monkeypatch.setattr(kernels, "_kernels", lambda: SimpleNamespace(activate_backward=fail))
-    kernels._compile.cache_clear()
-    try:
-        assert not any(kernels.supported(torch.ones(1)) for _ in range(3))
-    finally:
-        kernels._compile.cache_clear()
-    assert [r.levelname for r in caplog.records] == ["WARNING"]
-    assert "no compiler" in caplog.text
 
 
 def test_one_gradient_is_added_if_the_input_is_the_residual_tensor() -> None:
