@@ -5,7 +5,7 @@ with low-rank layers, matrix products are small. The operations between the matr
 time. Separate BatchNorm and GELU operations require four passes over the widest tensors of the network, and torch's
 GELU is compute-bound on a CPU.
 
-If both layers of a feed-forward network are low-rank, the entire network runs as one operation (see
+In bfloat16, if both layers of a feed-forward network are low-rank, the entire network runs as one operation (see
 `ops.projection.feed_forward`), which includes LayerScale and the residual connection of EfficientFormer blocks.
 """
 
@@ -24,6 +24,7 @@ from efficient_ft.models.frozen_batch_norm import FrozenBatchNorm2d
 from efficient_ft.ops.frozen import frozen_input_conv2d
 from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 from efficient_ft.ops.projection import Projection, low_rank_feed_forward, pool_mixer
+from efficient_ft.ops.saving import current_packing
 from efficient_ft.ops.tokens import current_tokens
 
 
@@ -132,7 +133,7 @@ def _projection(mlp: Any, x: Tensor) -> Projection | None:
     if (
         not _runs(mlp)
         or x.dtype not in (torch.float32, torch.bfloat16)
-        or (autocast and torch.get_autocast_dtype("cpu") is not torch.bfloat16)
+        or not _in_bfloat16(x)  # in fp32, separate operations take less time
         or (not autocast and x.dtype != mlp.fc1.weight.dtype)
         or not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters())))
         or x.device.type != "cpu"
@@ -199,7 +200,8 @@ def _affine(layer: Any, norm: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _runs(module: nn.Module) -> bool:
-    return module.training and not torch.compiler.is_compiling() and _len_torch_function_stack() == 0
+    packed = _len_torch_function_stack() > 0 or current_packing() is not None
+    return module.training and not torch.compiler.is_compiling() and not packed
 
 
 def _changed(*modules: nn.Module) -> bool:

@@ -47,10 +47,10 @@ class LBPWHT(LowRankBackward):
         profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
         skip: parts of layer names, such as ``attention``, ``fc2`` or ``mlp.fc2``. Layers whose names contain one of
             these parts keep the exact backward pass. ``*`` matches any part.
-        fused: if True, a feed-forward network with two low-rank layers runs as one operation on a CPU, and elsewhere
-            GELU and the preceding frozen BatchNorm are fused in fp32. Fusion saves time and activation memory, but
-            numba, which compiles the kernels, uses about 100 MiB. If None, the operations are fused only in networks
-            with BatchNorm before GELU (EfficientFormer), which benefit most from fusion.
+        fused: if True, on a CPU, a feed-forward network with two low-rank layers runs as one operation in bf16, and
+            GELU and the preceding frozen BatchNorm run as one operation in fp32. Fusion saves time and activation
+            memory, but numba, which compiles the kernels, uses about 100 MiB. If None, the operations are fused only in
+            networks with BatchNorm before GELU (EfficientFormer), which benefit most from fusion.
 
     Raises:
         SettingError: If a setting is out of range.

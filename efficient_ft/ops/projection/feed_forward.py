@@ -52,8 +52,17 @@ def low_rank_feed_forward(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     to = dtype if residual is None else torch.promote_types(residual.dtype, second[1].dtype)
     adds_x = residual is x
+    w_1, a_1, b_1 = first[0], *map(_vector, first[1:])
+    w_2, a_2, b_2 = second[0], *map(_vector, second[1:])
     with autocast_disabled(x):
-        return _FeedForward.apply(x, None if adds_x else residual, *first, *second, projection, dtype, to, adds_x, grid)
+        return _FeedForward.apply(
+            x, None if adds_x else residual, w_1, a_1, b_1, w_2, a_2, b_2, projection, dtype, to, adds_x, grid
+        )
+
+
+def _vector(x: Tensor) -> Tensor:
+    """Return values per channel in at least float32, as the kernels require."""
+    return x.to(torch.promote_types(x.dtype, torch.float32)).contiguous()
 
 
 class _FeedForward(torch.autograd.Function):
@@ -140,20 +149,20 @@ def pool_mixer(x: Tensor, scale: Tensor) -> Tensor:
 
     The pooling computes the mean over the 3 × 3 neighborhood inside the map. `scale` (C,) is the weight of LayerScale.
     """
-    return _PoolMixer.apply(x, scale)
+    return _PoolMixer.apply(x, _vector(scale), torch.promote_types(x.dtype, scale.dtype))
 
 
 class _PoolMixer(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(x, scale)
         with autocast_disabled(x):
-            y = kernels.mix(x.permute(0, 2, 3, 1), scale, torch.promote_types(x.dtype, scale.dtype))
+            y = kernels.mix(x.permute(0, 2, 3, 1), scale, dtype)
         return y.permute(0, 3, 1, 2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         g_x, g_scale = kernels.mix_backward(g.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), scale)
-        return g_x.permute(0, 3, 1, 2), g_scale
+        return g_x.permute(0, 3, 1, 2), g_scale, None

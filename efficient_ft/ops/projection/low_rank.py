@@ -41,7 +41,7 @@ def low_rank_linear(
         weight, bias: Weight (C_out, C_in), and bias (C_out,) or None.
         projection: Projection over the N tokens (prefix tokens and grid), over the H·W positions of a map, or over the
             remaining tokens of each image.
-        fused: If True, use the kernels in `kernels` for tensors that they support.
+        fused: If True, use the kernels in `kernels` for bfloat16 tensors that they support.
     """
     return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x), fused)
 
@@ -56,7 +56,7 @@ def low_rank_conv1x1(
         x: Map (B, C_in, H, W), channels-first or channels-last in memory.
         weight, bias: Weight (C_out, C_in, 1, 1), and bias (C_out,) or None.
         projection: Projection over the H·W positions.
-        fused: If True, use the kernels in `kernels` for tensors that they support.
+        fused: If True, use the kernels in `kernels` for bfloat16 tensors that they support.
     """
     return _LowRankConv1x1.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x), fused)
 
@@ -136,7 +136,8 @@ def _save(
 
     If packing is active, x̂ is packed. `read` is a weak reference to the input of the layer.
     """
-    ctx.projection, ctx.fused = projection, fused and isinstance(projection, Projection)
+    ctx.projection = projection
+    ctx.fused = fused and isinstance(projection, Projection) and x_BNC.dtype == torch.bfloat16
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
     x_hat = _x_hat(x_BNC, projection, constants, read, ctx.fused) if ctx.needs_input_grad[1] else None
     save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)

@@ -22,6 +22,7 @@ from efficient_ft.ops.gelu.numba_kernels import _cdf, _density
 from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
 
 WIDTH = 128  # number of channels that a job processes
+_SHORT = 64  # length of the loops that compute GELU: LLVM unrolls loops of this length, which halves their time
 _FOUR = 4 * WIDTH  # number of values of four positions, which are processed together
 _KINDS = {2: np.uint16, 4: np.float32}
 
@@ -189,18 +190,17 @@ def _find_four(starts, positions, p, count, before, n, first):
 
 
 @_jit
-def _gelu_row(x, scale, shift, y):
-    for i in range(WIDTH):
+def _gelu_short(x, scale, shift, y):
+    for i in range(_SHORT):
         u = x[i] * scale[i] + shift[i]
         y[i] = u * _cdf(u)
 
 
 @_jit
 def _gelu_four(x, scale, shift, y):
-    # A loop over all four positions takes twice the time.
-    for k in range(4):
-        a, b = k * WIDTH, (k + 1) * WIDTH
-        _gelu_row(x[a:b], scale[:WIDTH], shift[:WIDTH], y[a:b])
+    for a in range(0, _FOUR, _SHORT):
+        b = a + _SHORT
+        _gelu_short(x[a:b], scale[a:b], shift[a:b], y[a:b])
 
 
 #: For all larger values of |u|, the derivative of GELU differs from 0 or 1 by less than 2e-5.
@@ -230,8 +230,8 @@ def _rounded_derivative(u):
 
 
 @_jit
-def _gelu_row_gradient(g, x, scale, shift, of_shift, of_scale):
-    for i in range(WIDTH):
+def _gelu_short_gradient(g, x, scale, shift, of_shift, of_scale):
+    for i in range(_SHORT):
         u = x[i] * scale[i] + shift[i]
         h = g[i] * (_cdf(u) + u * _density(u))
         g[i] = h * scale[i]
@@ -242,9 +242,9 @@ def _gelu_row_gradient(g, x, scale, shift, of_shift, of_scale):
 @_jit
 def _gelu_four_gradient(g, x, scale, shift, of_shift, of_scale):
     """Replace g by the gradient of x, and add to the gradients of shift and scale."""
-    for k in range(4):
-        a, b = k * WIDTH, (k + 1) * WIDTH
-        _gelu_row_gradient(g[a:b], x[a:b], scale[:WIDTH], shift[:WIDTH], of_shift[:WIDTH], of_scale[:WIDTH])
+    for a in range(0, _FOUR, _SHORT):
+        b = a + _SHORT
+        _gelu_short_gradient(g[a:b], x[a:b], scale[a:b], shift[a:b], of_shift[a:b], of_scale[a:b])
 
 
 @_jit

@@ -205,6 +205,19 @@ def test_the_kernels_give_the_gradients_of_a_single_layer(dtype: torch.dtype, pr
 
 
 @needs_numba
+def test_parameters_in_bfloat16_have_gradients_in_bfloat16() -> None:
+    projection = PROJECTIONS["one tile"]
+    inputs, g = _case(49)
+    leaves = [t.bfloat16().requires_grad_() for t in inputs]
+    y = _fused(projection, *leaves)
+    assert y.dtype == torch.bfloat16
+    exact = torch.autograd.grad(_separate(projection, *(t.double() for t in leaves)), leaves, g)
+    for found, expected in zip(torch.autograd.grad(y, leaves, g.bfloat16()), exact, strict=True):
+        assert found.dtype == torch.bfloat16
+        assert _error(found, expected.double()) < ERROR[torch.bfloat16]
+
+
+@needs_numba
 def test_a_nan_stays_a_nan_in_bfloat16() -> None:
     projection = PROJECTIONS["one tile"]
     f = torch.full((1, 49, 3), float("nan"), dtype=torch.bfloat16)
