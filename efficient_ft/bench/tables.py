@@ -52,6 +52,7 @@ def report_text(report: Mapping[str, Any], columns: Sequence[str] = (), form: st
         "loop": _loop,
         "gradient": _gradient,
         "optimizer": _optimizer,
+        "overhead": _overhead,
     }
     timed = report["kind"] != "gradient"
     busy = busy_note(report.get("environment", {})) if timed else None
@@ -261,6 +262,31 @@ def _optimizer(report: Mapping[str, Any], table_of: _Format) -> str:
         " by the norm for the baseline. step: time of a step for a parameter of shape 768×3072."
     )
     return f"{paragraph(title)}\n\n{table_of(columns)}"
+
+
+def _overhead(report: Mapping[str, Any], table_of: _Format) -> str:
+    recipes = report["recipes"]
+    every, base = list(recipes.values()), recipes[report["baseline"]]["python_calls"]
+    parts = [record["measured"] for record in every]
+    columns: _Columns = [
+        ("recipe", 0, list(recipes)),
+        ("forward + backward ms", 0, [_ms(of["both"]) for of in parts]),
+        ("× the time", 0, [_time_ratio(of["both"]) for of in parts]),
+        ("× the forward time", 1, [_time_ratio(of["forward"]) for of in parts]),
+        ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
+        ("× the Python calls", 2, [_ratio(record["python_calls"], base) for record in every]),
+        ("Python calls", 3, [f"{record['python_calls']}" for record in every]),
+        ("forward ms", 4, [_ms(of["forward"]) for of in parts]),
+        ("backward ms", 4, [_ms(of["backward"]) for of in parts]),
+    ]
+    rounds = len(parts[-1]["both"]["seconds"])
+    title = f"{report['model']}, batch {report['batch']}, {report['dtype']}, {rounds} rounds"
+    explained = (
+        f"{title}; baseline: {report['baseline']}",
+        RATIOS,
+        "The arithmetic of this network takes almost no time. The times show the overhead of operations.",
+    )
+    return "\n".join([*map(paragraph, explained), "", table_of(columns)])
 
 
 def _ms(value: Mapping[str, float]) -> str:

@@ -163,6 +163,24 @@ def test_without_a_frozen_prefix_there_is_none_to_report(tmp_path: Path):
     assert set(measured) == {"forward", "backward", "update", "step"}
 
 
+def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "overhead.json"
+    arguments = "overhead full compact lora --rounds 2 --warmup 1 --json"
+    run(*arguments.split(), str(file))
+    report = json.loads(file.read_text(encoding="utf-8"))
+    assert (report["kind"], report["baseline"], report["dtype"], report["batch"]) == ("overhead", "full", "fp32", 1)
+    assert report["environment"]["threads"] == 1
+    for record in report["recipes"].values():
+        parts = {name: part["seconds"] for name, part in record["measured"].items()}
+        assert parts["both"] == pytest.approx(
+            [sum(pair) for pair in zip(parts["forward"], parts["backward"], strict=True)]
+        )
+    calls = {name: record["python_calls"] for name, record in report["recipes"].items()}
+    assert 12 * 50 < calls["full"] < calls["lora"] < calls["compact"]
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "12 blocks, width 48, 5 tokens, batch 1, fp32, 2 rounds; baseline: full" in printed
+
+
 @pytest.mark.parametrize("layout", ["tokens", "map"])
 def test_one_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str):
     file = tmp_path / "layer.json"

@@ -47,6 +47,7 @@ in a separate process.
     efficient-ft bench loop
     efficient-ft bench gradient --model vit_micro --weights FILE --images DIR back_razor mesa
     efficient-ft bench optimizer
+    efficient-ft bench overhead
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets its
 name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The first recipe is the baseline.
@@ -54,7 +55,8 @@ name. A key with a dot is the full name of a setting (full:trainer.precision=bf1
 step measures the parts of training steps. On a CPU, all recipes except the baseline use the channels-last memory format
 for convolutional maps, as in training. memory compares the growth of a process with the counted peak. loop measures the
 overhead of the framework over a bare PyTorch loop. gradient compares gradients with the exact gradients, and counts the
-bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed.
+bytes saved for the backward pass. optimizer includes torchao and bitsandbytes if they are installed. overhead times the
+forward and the backward pass of a very small ViT, whose arithmetic takes almost no time.
 
 Times are medians with quartiles. A ratio is the median of recipe / baseline over all rounds. FLOPs and bytes are
 counted from executed operations. On CUDA, the allocator measures peaks.
@@ -84,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
-    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer", dest="kind")
+    kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer|overhead", dest="kind")
     step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps")
     _add_model(step, "efficientformer_l1", 32, "*")
     step.add_argument("--unfused", action="store_true", help="do not use fused attention")
@@ -133,6 +135,13 @@ def _parser() -> argparse.ArgumentParser:
     gradient.add_argument("--seed", type=seed, default=0, help="seed for images, random weights and rounding")
 
     _add_kind(kinds, "optimizer", _optimizer, 10, "compare AdamW steps with 8-bit, 4-bit and 32-bit moments")
+
+    text = "measure the overhead of recipes per operation on a very small ViT (12 blocks, width 48, 5 tokens)"
+    overhead = _add_kind(kinds, "overhead", _overhead, 50, text)
+    default = " (default: full and the methods that replace operations)"
+    overhead.add_argument("recipes", nargs="*", metavar="RECIPE", help=f"method with settings{default}")
+    overhead.add_argument("--batch", type=count, default=1, help="batch size (default 1)")
+    overhead.set_defaults(threads=1)  # more threads would add the time in which threads start and wait
     return parser
 
 
@@ -413,3 +422,18 @@ def _optimizer(options: argparse.Namespace) -> dict[str, Any]:
     if options.dtype != "fp32":
         raise SettingError("--dtype", options.dtype, "fp32", "Optimizers compute in float32.")
     return measure_optimizers(options.device, rounds=options.rounds, warmup=options.warmup)
+
+
+def _overhead(options: argparse.Namespace) -> dict[str, Any]:
+    from efficient_ft.bench.overhead import RECIPES, measure_overhead
+    from efficient_ft.bench.recipes import parse_recipes
+
+    return measure_overhead(
+        parse_recipes(options.recipes or RECIPES, CONF),
+        _configure,
+        batch_size=options.batch,
+        precision=options.dtype,
+        device=options.device,
+        rounds=options.rounds,
+        warmup=options.warmup,
+    )
