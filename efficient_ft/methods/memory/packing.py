@@ -81,12 +81,14 @@ class PackedForward(MemoryForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.within(*args, **kwargs)
-        x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        x = args[0] if args else None
+        if not isinstance(x, Tensor):
+            x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
         refuse_recomputation(self.method)
         policy = self.policy
-        if any(parameter.requires_grad for layer in self.networks for parameter in layer.parameters()):
+        if self.networks and any(p.requires_grad for layer in self.networks for p in layer.parameters()):
             policy = with_position_network(policy)
         samples = x.shape[0]
         if self._block is not None and policy is self.policy and self.inner is None and len(args) == 1 and not kwargs:

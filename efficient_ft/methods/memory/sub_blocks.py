@@ -88,8 +88,8 @@ class PackedBlock:
         if _is_usual(scale, nn.Identity) and _is_usual(drop_path, nn.Identity):
             return y
         with mode():
-            y = drop_path(scale(y))
-        return y
+            z: Tensor = drop_path(scale(y))
+        return z
 
     def _attention_layers(self, parts: dict[str, Any], x: Tensor) -> _Layers | None:
         norm, attention = parts["norm1"], parts["attn"]
@@ -144,13 +144,13 @@ def _is_usual_norm(norm: nn.Module) -> bool:
 
 
 def _is_off(dropout: nn.Module) -> bool:
-    return _is_usual(dropout, nn.Dropout) and (dropout.p == 0 or not dropout.training)
+    return _is_usual(dropout, nn.Dropout) and not (dropout.training and dropout.p)
 
 
 def _trains(norm: nn.Module, x: Tensor) -> bool:
     """Return True if the output of a normalization requires a gradient, as chains assume."""
-    return x.requires_grad or any(p is not None and p.requires_grad for p in norm._parameters.values())
+    return x.requires_grad or any(p is not None and p.requires_grad for p in _parameters(norm))
 
 
-def _parameters(layer: nn.Module) -> tuple[Tensor | None, Tensor | None]:
-    return layer._parameters["weight"], layer._parameters["bias"]
+def _parameters(layer: Any) -> tuple[Tensor | None, Tensor | None]:
+    return layer.weight, layer.bias

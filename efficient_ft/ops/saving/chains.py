@@ -11,6 +11,7 @@ are the same as with `PackedOperations`.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -147,9 +148,7 @@ class _Keeper:
         self._index[*identity, "derived"] = (weakref.ref(y.untyped_storage()), self._next)
         return self._add(order, -1, "", None)
 
-    def _add(
-        self, order: tuple[int, ...], known: int | None, name: str, groups: tuple[int, int] | None
-    ) -> _Decision:
+    def _add(self, order: tuple[int, ...], known: int | None, name: str, groups: tuple[int, int] | None) -> _Decision:
         in_order = order == tuple(range(len(order)))
         inverse = None if in_order else tuple(order.index(d) for d in range(len(order)))
         decision = _Decision(None if in_order else order, inverse, known, name, groups)
@@ -228,7 +227,7 @@ class Chain:
         return type(self), (self.policy, *self.modules)  # plans refer to the state of a method, and are made again
 
     def run(
-        self, keeper: _Keeper, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
+        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
     ) -> tuple[Tensor, list[_Record]]:
         """Return the output and the records of the operations. `needs` states which inputs require a gradient."""
         raise NotImplementedError  # abstract
@@ -238,7 +237,13 @@ class Chain:
         raise NotImplementedError  # abstract
 
     def __call__(
-        self, state: PackingState, region: str, heads: int | None, settings: tuple[Any, ...], x: Tensor, *parameters: Any
+        self,
+        state: PackingState,
+        region: str,
+        heads: int | None,
+        settings: tuple[Any, ...],
+        x: Tensor,
+        *parameters: Any,
     ) -> Tensor:
         """Run the chain on x (B, N, C).
 
@@ -270,7 +275,7 @@ class AttentionChain(Chain):
     """
 
     def run(
-        self, keeper: _Keeper, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
+        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
     ) -> tuple[Tensor, list[_Record]]:
         """See `Chain.run`."""
         shape, eps, heads, dim = settings
@@ -348,7 +353,7 @@ class FeedForwardChain(Chain):
     """
 
     def run(
-        self, keeper: _Keeper, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
+        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
     ) -> tuple[Tensor, list[_Record]]:
         """See `Chain.run`."""
         shape, eps, approximate = settings
@@ -389,18 +394,26 @@ class FeedForwardChain(Chain):
 
 #: GELU and its gradient for each approximation.
 _GELU = {
-    kind: (partial(F.gelu, approximate=kind), partial(aten.gelu_backward, approximate=kind)) for kind in ("none", "tanh")
+    kind: (partial(F.gelu, approximate=kind), partial(aten.gelu_backward, approximate=kind))
+    for kind in ("none", "tanh")
 }
 
 # The backward pass of a chain cannot be differentiated, so that its operations do not have to be marked again.
 _linear_backward, _layer_norm_backward, _smooth_backward, _attention_backward, _fused_attention_backward = (
-    function.backward.__wrapped__ for function in (_Linear, _LayerNorm, _Smooth, _Attention, _FusedAttention)
+    function.backward.__wrapped__  # type: ignore[attr-defined]
+    for function in (_Linear, _LayerNorm, _Smooth, _Attention, _FusedAttention)
 )
 
 
 def supports_plain(x: Tensor, heads: int, dim: int) -> bool:
     """Return True if torch would compute attention in x (B, N, C) with the kernel that `_PlainAttention` uses."""
-    if x.device.type != "cpu":
-        return False
-    q = x.new_empty(1).expand(x.shape[0], heads, x.shape[1], dim)
-    return bool(torch._fused_sdp_choice(q, q, q) == SDPBackend.FLASH_ATTENTION.value)
+    autocast = torch.is_autocast_enabled("cpu")
+    dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
+    shape = (x.shape[0], heads, x.shape[1], dim)
+    return x.device.type == "cpu" and _chooses_flash(shape, dtype, torch.backends.cuda.flash_sdp_enabled())
+
+
+@functools.lru_cache(256)
+def _chooses_flash(shape: tuple[int, ...], dtype: torch.dtype, enabled: bool) -> bool:
+    q = torch.empty(shape, dtype=dtype)
+    return enabled and bool(torch._fused_sdp_choice(q, q, q) == SDPBackend.FLASH_ATTENTION.value)
