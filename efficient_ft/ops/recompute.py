@@ -111,8 +111,14 @@ class _Recompute(torch.autograd.Function):
 @contextmanager
 def _restored(device: torch.device, cpu: Tensor, cuda: Tensor | None) -> Iterator[None]:
     """Restore the random number generator states of the CPU and of `device` inside a ``with`` block."""
-    with torch.random.fork_rng(devices=[] if cuda is None else [device]):
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda, device)
+    now = torch.get_rng_state()
+    cuda_now = None if cuda is None else torch.cuda.get_rng_state(device)
+    torch.set_rng_state(cpu)
+    if cuda is not None:
+        torch.cuda.set_rng_state(cuda, device)
+    try:
         yield
+    finally:
+        torch.set_rng_state(now)
+        if cuda_now is not None:
+            torch.cuda.set_rng_state(cuda_now, device)

@@ -43,7 +43,7 @@ class _RecomputedForward(MemoryForward):
     @torch.compiler.disable  # The forward pass also runs inside the backward pass.
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         module = self.module
-        parameters = [p for p in module.parameters() if p.requires_grad]
+        parameters = _trained_parameters(module)
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
@@ -61,7 +61,7 @@ class _RecomputedForward(MemoryForward):
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
-        moving = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        moving = [m for m in _modules(module) if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]
         for m in moving:
@@ -75,6 +75,24 @@ class _RecomputedForward(MemoryForward):
                 m.momentum = momentum
                 if counter is not None and count is not None:
                     counter.copy_(count)
+
+
+def _modules(module: nn.Module) -> list[nn.Module]:
+    """Return `module` and its submodules. In every step, ``module.modules()`` would take longer than an operation."""
+    found: dict[nn.Module, None] = {module: None}
+    queue = [module]
+    for m in queue:
+        for child in m._modules.values():
+            if child is not None and child not in found:
+                found[child] = None
+                queue.append(child)
+    return queue
+
+
+def _trained_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of `module` that require a gradient. Shared parameters appear once."""
+    every = (p for m in _modules(module) for p in m._parameters.values() if p is not None and p.requires_grad)
+    return list({id(p): p for p in every}.values())
 
 
 @register

@@ -6,8 +6,9 @@ In training, the forward passes of the parts (blocks, stem, downsampling layers)
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from efficient_ft.core.format import format_bytes
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import forwards_of, put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
+from efficient_ft.methods.memory.sub_blocks import PackedBlock
 from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
@@ -72,21 +74,41 @@ class PackedForward(MemoryForward):
         self.name, self.policy, self.packing, self.method, self.networks = name, policy, packing, method, networks
         counts = (getattr(m, "num_heads", None) for m in module.modules())
         self.heads: int | None = next((count for count in counts if type(count) is int), None)
+        usual = PackedBlock.is_usual(module, policy)
+        self._block = PackedBlock(module, policy, packing, self.heads) if usual else None
 
     @torch.compiler.disable  # The mode intercepts operations, which is not possible in compiled code.
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.training or not torch.is_grad_enabled():
             return self.within(*args, **kwargs)
-        x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        x = args[0] if args else None
+        if not isinstance(x, Tensor):
+            x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
         refuse_recomputation(self.method)
         policy = self.policy
-        if any(parameter.requires_grad for layer in self.networks for parameter in layer.parameters()):
+        if self.networks and any(p.requires_grad for layer in self.networks for p in layer.parameters()):
             policy = with_position_network(policy)
-        modules = {module: name for name, module in self.module.named_modules()} if policy.named else None
-        with PackedOperations(policy, self.packing, self.name, x.shape[0], self.heads, modules):
+        samples = x.shape[0]
+        if self._block is not None and policy is self.policy and self.inner is None and len(args) == 1 and not kwargs:
+            y = self._block(x, partial(self._begin, samples))
+            if y is not None:
+                return y
+        with self._mode(policy, self.name, samples):
             return self.within(*args, **kwargs)
+
+    def _begin(self, samples: int) -> tuple[str, Callable[[], PackedOperations]]:
+        """Start a call of the part. Return its name for this call, and a function that returns a mode in this call."""
+        self.packing.last.held = None  # an interrupted backward pass may have left a tensor
+        region = self.packing.begin_call(self.name)
+        return region, partial(self._mode, self.policy, region, samples, records=False)
+
+    def _mode(self, policy: Policy, region: str, samples: int, records: bool = True) -> PackedOperations:
+        modules = {module: name for name, module in self.module.named_modules()} if policy.named else None
+        mode = PackedOperations(policy, self.packing, region, samples, self.heads, modules)
+        mode.records = records
+        return mode
 
 
 def uniform_policy(packer: Packer, **options: Any) -> Policy:

@@ -95,7 +95,9 @@ def in_order(packed: Packed, order: tuple[int, ...], dtype: torch.dtype) -> Pack
     Unpacking `packed` returns a tensor whose dimensions are ordered by decreasing stride. `order` lists the original
     dimensions in memory order.
     """
-    return Packed(packed.tensors, partial(_in_order, packed.unpack, order, dtype), packed.shared)
+    in_memory_order = order == tuple(range(len(order)))
+    inverse = None if in_memory_order else tuple(order.index(d) for d in range(len(order)))
+    return Packed(packed.tensors, partial(to_order, packed.unpack, inverse, dtype), packed.shared)
 
 
 def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -103,5 +105,9 @@ def apply_to(function: Callable[[Tensor], Tensor], unpack: Callable[..., Tensor]
     return function(unpack(*tensors))
 
 
-def _in_order(unpack: Callable[..., Tensor], order: tuple[int, ...], dtype: torch.dtype, *tensors: Tensor) -> Tensor:
-    return unpack(*tensors).to(dtype).permute([order.index(d) for d in range(len(order))])
+def to_order(
+    unpack: Callable[..., Tensor], inverse: tuple[int, ...] | None, dtype: torch.dtype, *tensors: Tensor
+) -> Tensor:
+    """Return the unpacked tensor in a dtype, with its dimensions permuted by `inverse` unless `inverse` is None."""
+    x = unpack(*tensors).to(dtype)
+    return x if inverse is None else x.permute(inverse)

@@ -55,7 +55,8 @@ def group_pack(x: Tensor, bits: int, group: int, seed: Tensor | None = None) -> 
         ranges = x.new_empty(2, groups, dtype=torch.float16)
         return x.new_empty(groups, length * bits // 8, dtype=torch.uint8), ranges
     if kernels := kernels_for(x):
-        return kernels.group_pack(as_pieces(x[None], length)[0], bits, length, seed)
+        pieces = x.view(1, -1) if x.is_contiguous() else as_pieces(x[None], length)[0]
+        return kernels.group_pack(pieces, bits, length, seed)
     return group_pack_reference(x, bits, length, seed)
 
 

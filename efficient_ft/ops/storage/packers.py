@@ -48,8 +48,8 @@ class Ranges:
     updated: dict[str, int] = field(default_factory=dict)
     #: Mapping from each name to its range before the current step and to the step in which the range was last updated.
     _before: dict[str, tuple[tuple[Tensor, Tensor] | None, int]] = field(default_factory=dict)
-    #: True if all tensors of the current step are finite, () bool.
-    _finite: Tensor | None = None
+    #: True if all tensors of the current step are finite: a bool, or () bool on a GPU.
+    _finite: Tensor | bool | None = None
 
     def update(self, name: str, x_OGI: Tensor) -> tuple[Tensor, Tensor]:
         """Move the range `name` towards the range of x (outer, G, inner).
@@ -60,18 +60,33 @@ class Ranges:
         low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)
         if old is not None:
-            old = (old[0].to(low.device), old[1].to(low.device))
+            if low.device.type != "cpu" or old[0].device.type != "cpu":
+                old = (old[0].to(low.device), old[1].to(low.device))
             share = _SHARE if self.step - step <= 1 else 1 - (1 - _SHARE) ** (self.step - step)
             low, high = old[0].lerp(low, share), old[1].lerp(high, share)
         if isinstance(low, FakeTensor):
             self.by_name[name] = (low, high)
             return low, high
-        finite = (low * 0 + high * 0 == 0).all()
+        if low.device.type == "cpu":
+            return self._update_on_cpu(name, low, high, step)
+        finite = in_step = (low * 0 + high * 0 == 0).all()
         self._before.setdefault(name, (self.by_name.get(name), step))
-        self._finite = finite if self._finite is None else self._finite & finite.to(self._finite.device)
-        if old is not None and low.device.type != "cpu":  # torch.where does not synchronize with the device
+        if isinstance(self._finite, Tensor):
+            in_step = finite & self._finite.to(finite.device)
+        self._finite = in_step if self._finite is not False else False
+        if old is not None:  # torch.where does not synchronize with the device
             self.by_name[name] = (torch.where(finite, low, old[0]), torch.where(finite, high, old[1]))
         elif finite:
+            self.by_name[name] = (low, high)
+        self.updated[name] = self.step
+        return low, high
+
+    def _update_on_cpu(self, name: str, low: Tensor, high: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Store a new range on a CPU, where Python numbers are checked faster than tensors."""
+        finite = all(map(math.isfinite, low.tolist())) and all(map(math.isfinite, high.tolist()))
+        self._before.setdefault(name, (self.by_name.get(name), step))
+        self._finite = finite if self._finite is None else self._finite & finite
+        if finite:
             self.by_name[name] = (low, high)
         self.updated[name] = self.step
         return low, high
@@ -159,6 +174,8 @@ class Overflow:
         if gpu.supports(x) and flag.device == x.device:
             return gpu.convert(x, torch.float16, flag)
         low, high = x.aminmax()
+        if x.device.type == "cpu" and low.item() >= -_LARGEST_HALF and high.item() <= _LARGEST_HALF:
+            return x.to(torch.float16)
         overflows = (low < -_LARGEST_HALF) | (high > _LARGEST_HALF)
         if x.device.type != "cpu" or not (low.isfinite() & high.isfinite()):  # x may contain infinite values or NaN
             overflows = ((x.abs() > _LARGEST_HALF) & x.isfinite()).any()
@@ -167,9 +184,12 @@ class Overflow:
 
     def watch(self, half: Tensor) -> None:
         """Set the flag if `half`, which was converted from finite values, contains an infinite value."""
-        if not isinstance(half, FakeTensor):
-            flag = self._flag(half.device)
-            flag |= half.isinf().any().to(flag.device)
+        if isinstance(half, FakeTensor):
+            return
+        if half.device.type == "cpu" and math.isfinite(half.sum(dtype=torch.float32).item()):
+            return  # infinite values would make the sum infinite or NaN
+        flag = self._flag(half.device)
+        flag |= half.isinf().any().to(flag.device)
 
     def _flag(self, device: torch.device) -> Tensor:
         if self.flag is None:

@@ -14,4 +14,6 @@ from efficient_ft.ops.storage.kernels import cpu, gpu
 
 def kernels_for(x: Tensor) -> Any:
     """Return the module whose kernels support x, or None if the reference implementation must be used."""
-    return next((module for module in (cpu, gpu) if module.supports(x)), None)
+    if cpu.supports(x):
+        return cpu
+    return gpu if gpu.supports(x) else None

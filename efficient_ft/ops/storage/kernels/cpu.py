@@ -10,12 +10,12 @@ import ctypes
 import functools
 import os
 import re
+from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +23,8 @@ from efficient_ft.ops.optional import optional_module
 
 _BLOCK = 1 << 14  # number of elements that a thread processes at a time
 _SHORT = 1 << 10  # groups with fewer elements are processed together
+_SMALL = 1 << 12  # in tensors with at most this number of elements, groups are processed one by one
+_UNUSED = (0,) * 15  # a job has at most 15 values
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Functions that return the compiled kernels, or None if numba is not installed.
@@ -97,6 +99,8 @@ def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
     shape, _ = _rows(x)
     low, high = torch.empty(2, shape[0], shape[5], dtype=torch.float32).unbind()
     run_in_threads(_kernels().extremes(x.element_size()), [*shape, *(t.data_ptr() for t in (x, low, high))])
+    if shape[0] == 1 and shape[5] == groups:
+        return low[0], high[0]
     return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
 
 
@@ -148,7 +152,7 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
     blocks = -(-rows // block)
-    if inner < _SHORT:
+    if inner < _SHORT and x.numel() > _SMALL:
         expanded = [t.repeat_interleave(inner) for t in of_groups]
         return [blocks, block, rows, 1, groups * inner, groups * inner, True], expanded
     return [blocks, block, rows, groups, inner, groups, False], [t.contiguous() for t in of_groups]
@@ -159,17 +163,29 @@ def run_in_threads(kernel: Any, job: list[int]) -> None:
 
     The kernel receives a pointer to an array of integers: a shared counter, followed by the values of `job`.
     """
-    numbers = np.array([0, *job], np.int64)
+    # An array of the standard library is created faster than a tensor or a numpy array.
+    numbers = array("q", (0, *job, *_UNUSED[len(job) :]))
+    pointer, _ = numbers.buffer_info()
     threads = max(1, min(torch.get_num_threads(), job[0]))
-    parallel = _team()
-    if threads > 1 and parallel is not None:
-        parallel(kernel.address, numbers.ctypes.data, threads, 0)
+    if threads == 1:
+        _function(kernel)(pointer)
         return
-    pointer = numbers.ctypes.data_as(ctypes.POINTER(ctypes.c_int64))
-    others = [_threads(os.getpid()).submit(kernel.ctypes, pointer) for _ in range(threads - 1)]
-    kernel.ctypes(pointer)
+    parallel = _team()
+    if parallel is not None:
+        parallel(kernel.address, pointer, threads, 0)
+        return
+    function = _function(kernel)
+    others = [_threads(os.getpid()).submit(function, pointer) for _ in range(threads - 1)]
+    function(pointer)
     for other in others:
         other.result()
+
+
+@functools.cache
+def _function(kernel: Any) -> Callable[[int], None]:
+    """Return a function that runs a kernel with the address of its job, without conversions."""
+    function: Any = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(kernel.address)
+    return function  # type: ignore[no-any-return]
 
 
 @functools.cache
