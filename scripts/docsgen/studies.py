@@ -174,6 +174,22 @@ def by_precision(name: str, *rows: str) -> str:
     return _runs_table(rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
 
 
+@block
+def over_precisions(fp32: str, bf16: str, *rows: str) -> str:
+    """Compare two studies that differ only in the precision, over their common seeds."""
+    lines = []
+    for row in rows:
+        accuracies = [{one["seed"]: test_accuracy(one) for one in records(of).finished(row)} for of in (fp32, bf16)]
+        seeds = sorted(accuracies[0].keys() & accuracies[1].keys())
+        exact, half = ([of[seed] for seed in seeds] for of in accuracies)
+        differences = [b - a for a, b in zip(exact, half, strict=True)]
+        error = statistics.stdev(differences) / len(seeds) ** 0.5
+        spreads = [f"{statistics.fmean(of):.1f} ± {statistics.stdev(of):.1f}" for of in (exact, half)]
+        difference = f"{statistics.fmean(differences):+.1f} ± {error:.1f}".replace("-", "−")
+        lines.append([f"`{row}`", *spreads, str(len(seeds)), difference])
+    return table(["row", "fp32, %", "bf16, %", "seeds", "difference, points"], lines)
+
+
 #: Rows of deit_tiny_flowers102 that occur in ALaST's Table 7, and their learning rates in the paper.
 _ALAST_7 = {"head": ("ft_head", 1e-4), "full": ("ft_full", 1e-4), "top3": ("ft_top_3", 1e-4), "tome4": ("tome", 1e-4),
             "bsr": ("bsr", 1e-4), "full+lora": ("lora", 1e-3), "alast9": ("alast", 1e-4)}  # fmt: skip
