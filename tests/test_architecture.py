@@ -297,7 +297,7 @@ def test_every_imported_distribution_is_declared() -> None:
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and not node.level:
                 imported.add((node.module or "").partition(".")[0])
-    own = {PACKAGE, "hydra_plugins", "triton"}  # torch installs Triton on supported platforms
+    own = {PACKAGE, "hydra_plugins", "triton", "llvmlite"}  # torch installs Triton, and numba requires llvmlite
     distributions = packages_distributions()
     undeclared = {
         name: distributions.get(name, [])

@@ -38,5 +38,6 @@ def test_a_configuration_made_in_python_differs_from_the_schema() -> None:
     assert changed == {
         "model.name": "resnet18", "data.name": "cifar10", "method.full": {}, "optim.name": "adamw", "optim.lr": 1e-3,
         "optim.weight_decay": 0.0, "optim.grad_clip_norm": None, "trainer.epochs": 2,
+        "trainer.precision": "fp32",
     }  # fmt: skip
     assert check(two_tasks()).changed()["tasks.b.name"] == "pets"

@@ -1,4 +1,4 @@
-"""Numba kernel of the softmax of attention in bfloat16. `ops.storage.kernels.numba_kernels` describes a job."""
+"""Numba kernel of the softmax of attention in bfloat16. `ops.storage.kernels.numba_job` describes a job."""
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
 
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, float64, int16, int32, njit, uint64
 
-from efficient_ft.ops.storage.kernels.numba_kernels import (
+from efficient_ft.ops.storage.kernels.numba_job import (
     _address,
     _float_of,
     _ordered,

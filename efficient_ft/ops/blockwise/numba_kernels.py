@@ -1,6 +1,6 @@
 """The numba kernel of the block-wise Adam step. Importing this module requires numba.
 
-The job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_kernels`.
+The job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_job`.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -14,7 +14,7 @@ import numpy as np
 from numba import carray, float32, int16, int32, njit, uint8, uint32
 
 from efficient_ft.ops.blockwise import BLOCK, LARGEST, SHIFT, UNIT, levels
-from efficient_ft.ops.storage.kernels.numba_kernels import _address, _noise, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_job import _address, _noise, _take, as_job
 
 # With this error model, division by 0 returns infinity instead of raising an error, so that loops can be vectorized.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy")

@@ -1,6 +1,6 @@
 """The numba kernels of GELU. Importing this module requires numba.
 
-A job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_kernels`. For a tensor in
+A job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_job`. For a tensor in
 channels-last memory format, a row contains one value for each channel. For other tensors, a row contains a single
 value, and scale and shift are not used.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int32, njit
 
-from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
 
 # `contract` fuses a product and a sum if the processor supports fused operations. Other fast-math options are disabled,
 # so that the vectorized part of a loop and the remaining elements are computed in the same way.

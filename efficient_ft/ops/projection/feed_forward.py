@@ -66,6 +66,8 @@ def _vector(x: Tensor) -> Tensor:
 
 
 class _FeedForward(torch.autograd.Function):
+    """Autograd function of `low_rank_feed_forward`. Autograd differentiates only tensors that are arguments."""
+
     @staticmethod
     def forward(
         ctx: Any,

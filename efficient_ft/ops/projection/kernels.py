@@ -20,8 +20,9 @@ from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
 _ROWS = 16  # number of rows that a thread processes at a time
 
-#: Function that returns the compiled kernels, or None if numba is not installed.
+#: Functions that return the compiled kernels, or None if numba is not installed or cannot compile.
 _kernels = partial(optional_module, "efficient_ft.ops.projection.numba_kernels")
+_pooling = partial(optional_module, "efficient_ft.ops.projection.numba_pooling")
 
 
 def supported(*tensors: Tensor) -> bool:
@@ -169,7 +170,7 @@ def mix(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         mean = F.avg_pool2d(x_BCHW, 3, 1, 1, count_include_pad=False).permute(0, 2, 3, 1)
         return (x + (mean - x) * scale).to(dtype)
     x, y = x.contiguous(), torch.empty(x.shape, dtype=dtype)
-    kernel = _kernels().mix(x.element_size(), y.element_size())
+    kernel = _pooling().mix(x.element_size(), y.element_size())
     run_in_threads(kernel, [*_shape(x), *(t.data_ptr() for t in (x, y, scale))])
     return y
 
@@ -183,7 +184,7 @@ def mix_backward(g: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         return (g + h * scale).to(x.dtype), (h * x).sum((0, 1, 2))
     g, g_x = g.contiguous(), torch.empty_like(x)
     of_scale = torch.empty(len(x), x.shape[3])
-    kernel = _kernels().mix_backward(g.element_size(), g_x.element_size(), x.element_size())
+    kernel = _pooling().mix_backward(g.element_size(), g_x.element_size(), x.element_size())
     run_in_threads(kernel, [*_shape(x), *(t.data_ptr() for t in (g, g_x, scale, x, of_scale))])
     return g_x, of_scale.sum(0)
 

@@ -1,10 +1,7 @@
 """The numba kernels of the low-rank backward pass. Importing this module requires numba.
 
 A job processes one image and `WIDTH` channels. The tensors of the model are read and written once, in their own dtype,
-and all sums are computed in float32. bfloat16 values are passed as uint16.
-
-A projection consists of tiles (see `ops.projection.tiles`). A tile is processed in blocks of 4 positions, and its
-matrices are stored in blocks of 4 positions × 4 coefficients.
+and all sums are computed in float32. The module `numba_tiles` describes the tiles of a projection.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -15,178 +12,29 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int64, njit, types, uint16, uint32
-from numba.extending import overload
+from numba import carray, float32
 
 from efficient_ft.ops.gelu.numba_kernels import _cdf, _density
-from efficient_ft.ops.storage.kernels.numba_kernels import _address, _take, as_job
+from efficient_ft.ops.projection.numba_tiles import (
+    _FOUR,
+    _KINDS,
+    WIDTH,
+    _analyze,
+    _assign,
+    _find_four,
+    _jit,
+    _load,
+    _load_four,
+    _repeat,
+    _store,
+    _store_four,
+    _sum_four,
+    _synthesize,
+    _to_float,
+)
+from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
 
-WIDTH = 128  # number of channels that a job processes
-_SHORT = 64  # length of the loops that compute GELU: LLVM unrolls loops of this length, which halves their time
-_FOUR = 4 * WIDTH  # number of values of four positions, which are processed together
-_KINDS = {2: np.uint16, 4: np.float32}
-
-_jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
-
-
-def _to_float(value):
-    raise NotImplementedError  # compiled code only
-
-
-@overload(_to_float)
-def _(value):
-    if value == types.uint16:
-        return lambda value: np.uint32(uint32(value) << uint32(16)).view(np.float32)
-    return lambda value: value
-
-
-def _assign(row, i, value):
-    raise NotImplementedError  # compiled code only
-
-
-@overload(_assign)
-def _(row, i, value):
-    if row.dtype == types.uint16:
-
-        def rounded(row, i, value):
-            bits = np.float32(value).view(np.uint32)
-            near = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
-            row[i] = uint16(near) if value == value else uint16(0x7FC0)  # NaN would overflow
-
-        return rounded
-
-    def stored(row, i, value):
-        row[i] = value
-
-    return stored
-
-
-@_jit
-def _load(source, target):
-    for i in range(len(source)):
-        target[i] = _to_float(source[i])
-
-
-@_jit
-def _store(source, target):
-    for i in range(len(target)):
-        _assign(target, i, source[i])
-
-
-@_jit
-def _set_block(target, source, m):
-    """Set the four rows of `target` to m (4 × 4) times the four rows of `source`."""
-    m00, m01, m02, m03, m10, m11, m12, m13 = m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7]
-    m20, m21, m22, m23, m30, m31, m32, m33 = m[8], m[9], m[10], m[11], m[12], m[13], m[14], m[15]
-    for c in range(WIDTH):
-        s0, s1, s2, s3 = source[c], source[WIDTH + c], source[2 * WIDTH + c], source[3 * WIDTH + c]
-        t = m00 * s0
-        t += m01 * s1
-        t += m02 * s2
-        t += m03 * s3
-        target[c] = t
-        t = m10 * s0
-        t += m11 * s1
-        t += m12 * s2
-        t += m13 * s3
-        target[WIDTH + c] = t
-        t = m20 * s0
-        t += m21 * s1
-        t += m22 * s2
-        t += m23 * s3
-        target[2 * WIDTH + c] = t
-        t = m30 * s0
-        t += m31 * s1
-        t += m32 * s2
-        t += m33 * s3
-        target[3 * WIDTH + c] = t
-
-
-@_jit
-def _add_block(target, source, m):
-    """Add m (4 × 4) times the four rows of `source` to the four rows of `target`."""
-    m00, m01, m02, m03, m10, m11, m12, m13 = m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7]
-    m20, m21, m22, m23, m30, m31, m32, m33 = m[8], m[9], m[10], m[11], m[12], m[13], m[14], m[15]
-    for c in range(WIDTH):
-        s0, s1, s2, s3 = source[c], source[WIDTH + c], source[2 * WIDTH + c], source[3 * WIDTH + c]
-        t = target[c]
-        t += m00 * s0
-        t += m01 * s1
-        t += m02 * s2
-        t += m03 * s3
-        target[c] = t
-        t = target[WIDTH + c]
-        t += m10 * s0
-        t += m11 * s1
-        t += m12 * s2
-        t += m13 * s3
-        target[WIDTH + c] = t
-        t = target[2 * WIDTH + c]
-        t += m20 * s0
-        t += m21 * s1
-        t += m22 * s2
-        t += m23 * s3
-        target[2 * WIDTH + c] = t
-        t = target[3 * WIDTH + c]
-        t += m30 * s0
-        t += m31 * s1
-        t += m32 * s2
-        t += m33 * s3
-        target[3 * WIDTH + c] = t
-
-
-@_jit
-def _analyze(rows, hats, matrix, blocks):
-    """Add the coefficients of four positions to `hats`."""
-    for k in range(blocks):
-        _add_block(hats[4 * k * WIDTH : 4 * (k + 1) * WIDTH], rows, matrix[16 * k : 16 * (k + 1)])
-
-
-@_jit
-def _synthesize(hats, rows, matrix, blocks):
-    """Compute four positions from the coefficients `hats`."""
-    _set_block(rows, hats, matrix)
-    for k in range(1, blocks):
-        _add_block(rows, hats[4 * k * WIDTH : 4 * (k + 1) * WIDTH], matrix[16 * k : 16 * (k + 1)])
-
-
-@_jit
-def _load_four(x, starts, width, rows):
-    """Load four positions of x, which start at `starts`. A position with a negative start is set to zero."""
-    for k in range(4):
-        start, to = starts[k], k * WIDTH
-        if start < 0:
-            rows[to : to + WIDTH] = float32(0)
-        else:
-            _load(x[start : start + width], rows[to : to + width])
-
-
-@_jit
-def _store_four(rows, starts, width, x):
-    for k in range(4):
-        start, to = starts[k], k * WIDTH
-        if start >= 0:
-            _store(rows[to : to + width], x[start : start + width])
-
-
-@_jit
-def _repeat(x, four):
-    """Write x (at most `WIDTH` values) four times."""
-    for k in range(4):
-        _load(x, four[k * WIDTH : (k + 1) * WIDTH])
-
-
-@_jit
-def _sum_four(four, total):
-    for i in range(len(total)):
-        total[i] = (four[i] + four[WIDTH + i]) + (four[2 * WIDTH + i] + four[3 * WIDTH + i])
-
-
-@_jit
-def _find_four(starts, positions, p, count, before, n, first):
-    """Set the starts of four positions in an image that starts at row `before`, or -1 after the last position."""
-    for k in range(4):
-        starts[k] = (before + positions[p + k]) * n + first if p + k < count else int64(-1)
+_SHORT = 64  # length of the loops that compute GELU; loops of length 128 took twice the time
 
 
 @_jit
@@ -538,141 +386,3 @@ def add_affine(of: int, second: int) -> Any:
                 _affine_row(x[a:b], f[a:b], scale, shift, y[a:b])
 
     return as_job(of, second, cache=True)(add_affine_job)
-
-
-@_jit
-def _sum_neighbors(map_, height, width, sums, total):
-    """Compute in `total` the sum over the 3 × 3 neighborhood of each position. `sums` is scratch memory."""
-    for y in range(height):
-        for x in range(width):
-            at = (y * width + x) * WIDTH
-            left = at - WIDTH if x > 0 else at
-            right = at + WIDTH if x < width - 1 else at
-            a, b = float32(x > 0), float32(x < width - 1)
-            _weighted(map_[at : at + WIDTH], map_[left : left + WIDTH], map_[right : right + WIDTH], a, b, sums[at:])
-    row = width * WIDTH
-    for y in range(height):
-        for x in range(width):
-            at = (y * width + x) * WIDTH
-            above = at - row if y > 0 else at
-            below = at + row if y < height - 1 else at
-            a, b = float32(y > 0), float32(y < height - 1)
-            _weighted(sums[at : at + WIDTH], sums[above : above + WIDTH], sums[below : below + WIDTH], a, b, total[at:])
-
-
-@_jit
-def _weighted(x, before, after, a, b, total):
-    for i in range(WIDTH):
-        total[i] = x[i] + before[i] * a + after[i] * b
-
-
-@_jit
-def _share(y, x, height, width):
-    """Return 1 / n for the n positions in the 3 × 3 neighborhood of a position."""
-    rows = 3 - (y == 0) - (y == height - 1)
-    columns = 3 - (x == 0) - (x == width - 1)
-    return float32(1) / float32(rows * columns)
-
-
-@_jit
-def _mix_row(x, total, share, scale, y):
-    for i in range(WIDTH):
-        y[i] = x[i] + (total[i] * share - x[i]) * scale[i]
-
-
-@_jit
-def _mix_row_gradient(g, total, x, scale, g_x, of_scale):
-    for i in range(WIDTH):
-        h = total[i] - g[i]
-        of_scale[i] += h * x[i]
-        g_x[i] = g[i] + h * scale[i]
-
-
-@_jit
-def _multiply_row(x, share, y):
-    for i in range(WIDTH):
-        y[i] = x[i] * share
-
-
-@functools.cache
-def mix(of: int, to: int) -> Any:
-    """Compile the job that computes y = x + scale · (mean of the 3 × 3 neighborhood of x - x)."""
-    of_kind, to_kind = _KINDS[of], _KINDS[to]
-
-    def mix_job(pointer):
-        job = carray(pointer, 20)
-        jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = (n + WIDTH - 1) // WIDTH
-        tokens = height * width
-        size = jobs // chunks * tokens * n
-        x = carray(_address(job[5]), (size,), of_kind)
-        y = carray(_address(job[6]), (size,), to_kind)
-        scales = carray(_address(job[7]), (n,), np.float32)
-        rows, sums = np.zeros(tokens * WIDTH, np.float32), np.zeros(tokens * WIDTH, np.float32)
-        total = np.zeros(tokens * WIDTH, np.float32)
-        scale, out = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-        while True:
-            j = _take(job)
-            if j >= jobs:
-                break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
-            _load(scales[first:last], scale)
-            for t in range(tokens):
-                start = (image * tokens + t) * n
-                _load(x[start + first : start + last], rows[t * WIDTH : (t + 1) * WIDTH])
-            _sum_neighbors(rows, height, width, sums, total)
-            for t in range(tokens):
-                start, at = (image * tokens + t) * n, t * WIDTH
-                share = _share(t // width, t % width, height, width)
-                _mix_row(rows[at : at + WIDTH], total[at : at + WIDTH], share, scale, out)
-                _store(out, y[start + first : start + last])
-
-    return as_job(of, to, cache=True)(mix_job)
-
-
-@functools.cache
-def mix_backward(of: int, to: int, saved: int) -> Any:
-    """Compile the job that computes the gradient of x (`to`) from g (`of`) and x (`saved`) for `mix`.
-
-    The gradient of scale is computed for each image.
-    """
-    of_kind, to_kind, saved_kind = _KINDS[of], _KINDS[to], _KINDS[saved]
-
-    def mix_backward_job(pointer):
-        job = carray(pointer, 20)
-        jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = (n + WIDTH - 1) // WIDTH
-        tokens = height * width
-        batch = jobs // chunks
-        g = carray(_address(job[5]), (batch * tokens * n,), of_kind)
-        g_x = carray(_address(job[6]), (batch * tokens * n,), to_kind)
-        scales = carray(_address(job[7]), (n,), np.float32)
-        x = carray(_address(job[8]), (batch * tokens * n,), saved_kind)
-        of_scales = carray(_address(job[9]), (batch * n,), np.float32)
-        rows, sums = np.zeros(tokens * WIDTH, np.float32), np.zeros(tokens * WIDTH, np.float32)
-        shares = np.zeros(tokens * WIDTH, np.float32)
-        scale, of_scale = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-        other, out = np.zeros(WIDTH, np.float32), np.zeros(WIDTH, np.float32)
-        while True:
-            j = _take(job)
-            if j >= jobs:
-                break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
-            _load(scales[first:last], scale)
-            of_scale[:] = float32(0)
-            for t in range(tokens):
-                start, at = (image * tokens + t) * n, t * WIDTH
-                _load(g[start + first : start + last], rows[at : at + WIDTH])
-                share = _share(t // width, t % width, height, width)
-                _multiply_row(rows[at : at + WIDTH], share, shares[at : at + WIDTH])
-            _sum_neighbors(shares, height, width, sums, shares)
-            for t in range(tokens):
-                start, at = (image * tokens + t) * n, t * WIDTH
-                _load(x[start + first : start + last], other)
-                _mix_row_gradient(rows[at : at + WIDTH], shares[at : at + WIDTH], other, scale, out, of_scale)
-                _store(out, g_x[start + first : start + last])
-            _store(of_scale, of_scales[image * n + first : image * n + last])
-
-    return as_job(of, to, saved, cache=True)(mix_backward_job)

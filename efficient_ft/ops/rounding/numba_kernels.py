@@ -1,6 +1,6 @@
 """The numba kernel of stochastic rounding. Importing this module requires numba.
 
-The job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_kernels`.
+The job is a C function with one pointer argument, like the jobs in `ops.storage.kernels.numba_job`.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, uint16, uint32
 
-from efficient_ft.ops.storage.kernels.numba_kernels import _address, _hash, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_job import _address, _hash, _take, as_job
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 

@@ -37,7 +37,7 @@ aten = torch.ops.aten
 
 @dataclass
 class _Decision:
-    """How a chain saves a tensor, or registers the source of a tensor.
+    """Decision of a chain about a tensor: how the tensor is saved, or that it is the source of other tensors.
 
     Attributes:
         order: Dimensions in memory order, or None if this is their order.

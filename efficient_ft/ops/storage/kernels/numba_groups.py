@@ -1,4 +1,4 @@
-"""Numba kernels of the group format. `numba_kernels` describes the structure of a job.
+"""Numba kernels of the group format. `numba_job` describes the structure of a job.
 
 A function is compiled for each number of bits, each common group length, and each size of the values (bfloat16 or
 float32). The group length is then a constant, so that all loops are vectorized. bfloat16 values are converted in
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int16, int32, int64, njit, uint8, uint16, uint32, uint64
 
-from efficient_ft.ops.storage.kernels.numba_kernels import (
+from efficient_ft.ops.storage.kernels.numba_job import (
     _address,
     _bits_of,
     _float_of,

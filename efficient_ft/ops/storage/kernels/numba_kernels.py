@@ -1,12 +1,6 @@
-"""Numba kernels of the storage formats. Importing this module requires numba and a working compiler.
+"""Numba kernels of the storage formats. The module `numba_job` describes a job, whose argument is a pointer.
 
-Each job is a C function with one argument: a pointer to an array of 64-bit integers, which contains sizes and data
-addresses. A job takes rows from the shared counter ``job[0]`` until no rows remain. Any number of threads can therefore
-run a job at the same time. A job is compiled at its first use, which takes seconds, and is then cached on disk.
-
-Only jobs are cached, and each variant of a job has a unique name (see `as_job`). Within a process, numba distinguishes
-variants of functions that share a name. However, code cached by different processes may use the same symbols for these
-variants. A call could then reach the wrong variant and return wrong results without an error.
+The functions that a job calls have many parameters, because numba functions receive arrays and numbers separately.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -15,103 +9,30 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, float32, int16, int32, int64, intp, njit, types, uint8, uint32, uint64
+from numba import carray, float32, int16, int32, int64, intp, njit, uint8, uint32, uint64
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from efficient_ft.core.process_memory import release_library_pages
-from efficient_ft.ops.storage.kernels.compiler import compiler_works
-
-if not compiler_works():  # `optional_module` then selects the plain implementation
-    raise ImportError("numba cannot compile kernels")
+from efficient_ft.ops.storage.kernels.numba_job import (
+    _address,
+    _bits_of,
+    _noise,
+    _ordered,
+    _take,
+    as_job,
+    to_bits,
+    to_float,
+)
 
 _jit: Any = njit(nogil=True, boundscheck=False)
 _INTEGERS = {2: int16, 4: int32, 8: int64}
 _CHUNK = 2048  # number of elements per chunk, a multiple of 8; the flags of a chunk fit in the L1 cache
 _GATHER = np.uint64(0x0102040810204080)  # factor that moves the lowest bits of eight bytes into the highest byte
-
-
-@intrinsic
-def _take(typing: Any, counter: Any) -> Any:
-    """Increment counter[0] atomically and return the old value."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        array = context.make_array(signature.args[0])(context, builder, args[0])
-        pointer = cgutils.get_item_pointer(context, builder, signature.args[0], array, [context.get_constant(intp, 0)])
-        return builder.atomic_rmw("add", pointer, context.get_constant(int64, 1), "monotonic")
-
-    return int64(counter), generate
-
-
-@intrinsic
-def _address(typing: Any, integer: Any) -> Any:
-    """Cast an integer to a pointer."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
-
-    return types.voidptr(integer), generate
-
-
-@intrinsic
-def _bits_of(typing: Any, number: Any) -> Any:
-    """Reinterpret a float32 as an int32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(int32))
-
-    return int32(float32), generate
-
-
-@intrinsic
-def _float_of(typing: Any, bits: Any) -> Any:
-    """Reinterpret an int32 as a float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], context.get_value_type(float32))
-
-    return float32(int32), generate
-
-
-@intrinsic
-def to_float(typing: Any, bits: Any) -> Any:
-    """Convert the bits of a bfloat16 number (an int16) or of a float32 number (an int32) to float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        wide = args[0]
-        if signature.args[0] == int16:
-            zeros = context.get_constant(int32, 16)
-            wide = builder.shl(builder.zext(wide, context.get_value_type(int32)), zeros)
-        return builder.bitcast(wide, context.get_value_type(float32))
-
-    return (float32(bits), generate) if bits in (int16, int32) else None
-
-
-@intrinsic
-def to_bits(typing: Any, x: Any, number: Any) -> Any:
-    """Return the bits of a float32 number as an element of the array x.
-
-    If the elements are int16, the number is rounded to bfloat16 (to nearest, ties to even), and NaN becomes 0x7FC0.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        bits = builder.bitcast(args[1], context.get_value_type(int32))
-        if signature.return_type == int32:
-            return bits
-        constant = partial(context.get_constant, int32)
-        odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
-        rounded = builder.lshr(builder.add(builder.add(bits, constant(0x7FFF)), odd), constant(16))
-        is_nan = builder.fcmp_unordered("uno", args[1], args[1])
-        return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), context.get_value_type(int16))
-
-    return (x.dtype(x, float32), generate) if x.dtype in (int16, int32) else None
 
 
 def _vector(context: Any, builder: Any, array_type: Any, array: Any, at: Any, kind: Any) -> Any:
@@ -193,27 +114,6 @@ def _lanes(size: int) -> int:
     """Return the number of values that one instruction of the processor compresses, or 0 if there is no instruction."""
     _, _, features = cpu_target.target_context.codegen().magic_tuple()
     return 64 // size if "+avx512vbmi2" in features and size <= 4 else 0
-
-
-def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that compiles a function with one pointer argument to a C function.
-
-    The name of the C function includes the variant and the processor.
-
-    Args:
-        variant: Values on which the function depends, except constants of its module.
-        options: Options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
-    """
-
-    def compiled(function: Any) -> Any:
-        name = function.__qualname__.partition(".")[0]
-        _, processor, _ = cpu_target.target_context.codegen().magic_tuple()
-        function.__qualname__ = "_".join([name, *map(str, variant), processor])
-        job = cfunc(types.void(types.CPointer(int64)), **options)(function)
-        release_library_pages()  # the compiler is not used until the next job
-        return job
-
-    return compiled
 
 
 @_jit
@@ -347,19 +247,6 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
     return threshold, at_least
 
 
-@_jit
-def _hash(i, base):
-    h = uint32(base + uint32(i))
-    h = uint32((h ^ (h >> uint32(16))) * uint32(0x7FEB352D))
-    h = uint32((h ^ (h >> uint32(15))) * uint32(0x846CA68B))
-    return uint32(h ^ (h >> uint32(16)))
-
-
-@_jit
-def _noise(i, base):
-    return float32(int32(_hash(i, base) >> uint32(8))) * float32(2.0**-24)
-
-
 # Each row of a quantized tensor consists of groups. If groups are short, one loop processes all groups of a row and
 # reads a range for each element. If groups are long, a separate loop processes each group and keeps its range in
 # registers.
@@ -387,15 +274,6 @@ def _dequantize_short(q, low, step, x):
 def _dequantize_long(q, low, step, x):
     for i in range(len(q)):
         x[i] = to_bits(x, low + float32(q[i]) * step)
-
-
-@_jit
-def _ordered(bits):
-    """Map the bits of a float to an integer, or vice versa. The integers have the same order as the floats.
-
-    Integers are compared instead of floats, because integer comparisons are vectorized.
-    """
-    return int32(bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
 
 
 @_jit
