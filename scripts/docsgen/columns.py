@@ -48,6 +48,10 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "step-exact": ("step / exact", lambda f, n: times(records.time(f, n))),
     "backward-step": ("backward", lambda f, n: duration(seconds(f, n, "backward"))),
     "backward-exact": ("backward / exact", lambda f, n: times(records.time(f, n, "backward"))),
+    "operations": ("forward + backward / `full`", lambda f, n: times(records.time(f, n, "both"))),
+    "operations-forward": ("forward / `full`", lambda f, n: times(records.time(f, n, "forward"))),
+    "operations-backward": ("backward / `full`", lambda f, n: times(records.time(f, n, "backward"))),
+    "calls": ("Python calls", lambda f, n: f"{recipe(f, n)['python_calls']}"),
     "cosine": ("cosine, this network", lambda f, n: records.cosine("gradient_random", n)),
     "cosine-trained": ("cosine, trained network", _trained_cosine),
     "error": ("relative error", lambda f, n: f"{recipe(f, n)['error']['blocks']['mean']:.3f}"),
@@ -98,10 +102,11 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "memory-gpu": ("memory_gpu", "step time peak", ()),
     "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
     "gradient": ("gradient", "saved error cosine-mean cosine-range", ()),
+    "overhead": ("overhead", "operations operations-forward operations-backward calls", ("overhead",)),
     "low-rank-step": (
         "low_rank",
         "backward-mflop backward-step backward-exact step step-exact backward-step@bf16 backward-exact@bf16 step@bf16"
-        " step-exact@bf16 saved-batch",
+        " step-exact@bf16 saved-batch saved-batch@bf16",
         (),
     ),
 }

@@ -84,7 +84,8 @@ def rounds(file: str) -> int:
     if data["kind"] == "layer":
         return len(next(iter(data["shapes"].values()))["exact"]["measured"]["backward"]["seconds"])
     rows = data["recipes"] if "recipes" in data else data["optimizers"]
-    return len(next(iter(rows.values()))["measured"]["step"]["seconds"])
+    part = "both" if data["kind"] == "overhead" else "step"
+    return len(next(iter(rows.values()))["measured"][part]["seconds"])
 
 
 def in_bf16(file: str, name: str) -> str | None:

@@ -14,7 +14,7 @@ from tests.conftest import REPOSITORY
 pytestmark = pytest.mark.usefixtures("wide")
 
 #: The kinds of benches. Other records in benchmarks/ are counts, which the documentation shows.
-KINDS = {"step", "layer", "loop", "gradient", "optimizer"}
+KINDS = {"step", "layer", "loop", "gradient", "optimizer", "overhead"}
 REPORTS = sorted(
     path
     for path in (REPOSITORY / "benchmarks").glob("*.json")
