@@ -34,6 +34,7 @@ class LibrarySizes:
         for name in names:
             if name not in self._bytes:
                 release_freed_memory()
+                release_library_pages()
                 before = resident_bytes()
                 load(name)
                 release_freed_memory()
