@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from efficient_ft.methods import METHODS, apply_methods
 from efficient_ft.methods.memory.sub_blocks import PackedBlock
@@ -35,10 +36,15 @@ def vit(**settings: Any) -> nn.Module:
 
 
 def trained(model: nn.Module, name: str, dtype: torch.dtype | None = None, steps: int = 2) -> dict[str, Any]:
-    """Apply a method, run steps, and return the gradients, the state of the method and the sizes of saved tensors."""
+    """Apply a method, and return the result of `steps_of`."""
     method, settings = METHODS_AND_SETTINGS[name]
     applied = METHODS[method](**settings)
     apply_methods(model, [applied])
+    return steps_of(model, applied, dtype, steps)
+
+
+def steps_of(model: nn.Module, applied: Any, dtype: torch.dtype | None = None, steps: int = 2) -> dict[str, Any]:
+    """Run steps, and return the gradients, the state of the method and the sizes of saved tensors."""
     torch.manual_seed(1)
     x, saved, found = torch.randn(2, 3, 16, 16), dict[int, int](), []
 
@@ -97,6 +103,24 @@ def test_chains_give_the_results_of_the_mode(
     ours = trained(vit(), name, dtype)
     assert chained == ["AttentionChain", "FeedForwardChain"] * 8
     assert_same(ours, in_the_mode(monkeypatch, vit(), name, dtype))
+
+
+def test_decisions_are_those_for_the_kernel_of_attention(chained: list[str], monkeypatch: pytest.MonkeyPatch):
+    """The output of torch's fused kernel has a different memory layout from the output of the unfused kernel."""
+
+    def after_the_other_kernel() -> dict[str, Any]:
+        model, applied = vit(), METHODS["low_bit"]()
+        apply_methods(model, [applied])
+        with sdpa_kernel(SDPBackend.MATH):
+            steps_of(model, applied, steps=1)
+        return steps_of(model, applied)
+
+    ours = after_the_other_kernel()
+    assert chained
+    with monkeypatch.context() as patched:
+        patched.setattr(PackedBlock, "__call__", lambda *_: None)
+        theirs = after_the_other_kernel()
+    assert_same(ours, theirs)
 
 
 @pytest.mark.parametrize(

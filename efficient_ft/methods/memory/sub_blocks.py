@@ -17,13 +17,14 @@ from timm.layers.norm import LayerNorm
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch._C import _len_torch_function_stack
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import _has_any_global_hook
 
 from efficient_ft.ops.saving import PackingState, Policy
 from efficient_ft.ops.saving.chains import AttentionChain, Chain, FeedForwardChain, supports_plain
 
-#: Settings and parameters of the layers of a chain.
-_Layers = tuple[tuple[Any, ...], tuple[Tensor | None, ...]]
+#: Settings of the normalization, settings of the operations between the linear layers, and parameters of a chain.
+_Layers = tuple[tuple[Any, ...], Any, tuple[Tensor | None, ...]]
 #: Function that returns a packing mode.
 _Mode = Callable[[], AbstractContextManager[Any]]
 
@@ -56,7 +57,7 @@ class PackedBlock:
         packing mode for layers that are not part of a chain.
         """
         if (
-            type(x) is not Tensor  # storages of fake tensors cannot be identified, so that counts would be too large
+            type(x) not in (Tensor, FakeTensor)
             or x.dim() != 3
             or _len_torch_function_stack()
             or self._state.dense is not None
@@ -83,7 +84,8 @@ class PackedBlock:
             with mode():
                 y: Tensor = drop_path(scale(inner(norm(x))))
             return y
-        y = chain(self._state, region, self._heads, layers[0], x, *layers[1])
+        of_norm, settings, parameters = layers
+        y = chain(self._state, region, self._heads, of_norm, settings, x, *parameters)
         if _is_usual(scale, nn.Identity) and _is_usual(drop_path, nn.Identity):
             return y
         with mode():
@@ -106,8 +108,8 @@ class PackedBlock:
             or (self._plain_attention and not supports_plain(x, heads, dim))
         ):
             return None
-        settings = (norm.normalized_shape, norm.eps, heads, dim)
-        return settings, (*_parameters(norm), *_parameters(qkv), *_parameters(proj))
+        of_norm = norm.normalized_shape, norm.eps
+        return of_norm, (heads, dim), (*_parameters(norm), *_parameters(qkv), *_parameters(proj))
 
     def _feed_forward_layers(self, parts: dict[str, Any], x: Tensor) -> _Layers | None:
         norm, mlp = parts["norm2"], parts["mlp"]
@@ -122,8 +124,8 @@ class PackedBlock:
             or not _trains(norm, x)
         ):
             return None
-        settings = (norm.normalized_shape, norm.eps, act.approximate)
-        return settings, (*_parameters(norm), *_parameters(first), *_parameters(second))
+        of_norm = norm.normalized_shape, norm.eps
+        return of_norm, act.approximate, (*_parameters(norm), *_parameters(first), *_parameters(second))
 
 
 def _is_usual(module: nn.Module, *classes: type[nn.Module]) -> bool:

@@ -170,8 +170,6 @@ class _Keeper:
 class _Record:
     """Stands in for the context that autograd passes to an operation."""
 
-    heads: int
-
     def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs_input_grad
         self.saved_tensors: Sequence[Any] = ()
@@ -186,9 +184,15 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, chain: Chain, keeper: _Keeper, settings: tuple[Any, ...], x: Tensor, *parameters: Tensor | None
+        ctx: Any,
+        chain: Chain,
+        keeper: _Keeper,
+        norm: tuple[Any, ...],
+        settings: Any,
+        x: Tensor,
+        *parameters: Tensor | None,
     ) -> Any:
-        y, records = chain.run(keeper, settings, x, parameters, ctx.needs_input_grad[3:])
+        y, records = chain.run(keeper, norm, settings, x, parameters, ctx.needs_input_grad[4:])
         flat: list[Any] = []
         ctx.counts = []
         for record in records:
@@ -196,7 +200,7 @@ class _Function(torch.autograd.Function):
             flat += record.saved_tensors
             record.saved_tensors = ()
         ctx.save_for_backward(*flat)
-        ctx.chain, ctx.records = chain, records
+        ctx.chain, ctx.records, ctx.settings = chain, records, settings
         return y
 
     @staticmethod
@@ -207,15 +211,18 @@ class _Function(torch.autograd.Function):
             record.saved_tensors = saved[at : at + count]
             at += count
         del saved
-        return None, None, None, *ctx.chain.backward(ctx.records, g)
+        return None, None, None, None, *ctx.chain.backward(ctx.records, ctx.settings, g)
 
 
 class Chain:
-    """Operations that run as one autograd function.
+    """LayerNorm, a linear layer, the operations between the two linear layers, and a second linear layer.
+
+    The operations run as one autograd function. Subclasses implement the operations between the linear layers.
 
     Args:
         policy: Storage format of each kind of tensor. The setting `Policy.forward` is not supported.
-        modules: Names of the modules of the chain, which become part of the names of tensors.
+        modules: Names of the normalization, the first layer, the module between the layers and the second layer, which
+            become part of the names of tensors.
     """
 
     def __init__(self, policy: Policy, *modules: str) -> None:
@@ -226,22 +233,13 @@ class Chain:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.policy, *self.modules)  # plans refer to the state of a method, and are made again
 
-    def run(
-        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
-    ) -> tuple[Tensor, list[_Record]]:
-        """Return the output and the records of the operations. `needs` states which inputs require a gradient."""
-        raise NotImplementedError  # abstract
-
-    def backward(self, records: list[_Record], g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input and the parameters. Each record is freed after its operation."""
-        raise NotImplementedError  # abstract
-
     def __call__(
         self,
         state: PackingState,
         region: str,
         heads: int | None,
-        settings: tuple[Any, ...],
+        norm: tuple[Any, ...],
+        settings: Any,
         x: Tensor,
         *parameters: Any,
     ) -> Tensor:
@@ -251,83 +249,104 @@ class Chain:
             state: Packing state that persists between steps.
             region: Name of the part of the model for this call (see `PackingState.begin_call`).
             heads: Number of attention heads of the part (see `PackedOperations`).
-            settings: Settings of the layers.
+            norm: Shape and ε of the normalization.
+            settings: Settings of the operations between the linear layers.
             x: Activations. x or a parameter of the normalization must require a gradient.
-            parameters: Parameters of the layers.
+            parameters: Weights and biases of the normalization and of the two linear layers.
         """
         device = x.device
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         trained = tuple([p is not None and p.requires_grad for p in parameters])
-        form = (x.shape, x.stride(), x.dtype, device, x.requires_grad, trained, autocast, heads, settings)
+        # Decisions depend on the memory layout of the output of attention, which differs between torch's kernels.
+        of = torch.backends.cuda
+        kernels = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled(), of.math_sdp_enabled()
+        form = (x.shape, x.stride(), x.dtype, device, x.requires_grad, trained, autocast, heads, settings, kernels)
         plan = self._plans.get(form) or Plan()
         keeper = _Keeper(plan, self.policy, state, region, x.shape[0], heads)
-        y: Tensor = _Function.apply(self, keeper, settings, x, *parameters)
+        y: Tensor = _Function.apply(self, keeper, norm, settings, x, *parameters)
         self._plans[form] = plan
         return y
 
-
-class AttentionChain(Chain):
-    """LayerNorm, a layer for q, k and v, attention without mask, and the output layer.
-
-    The names are those of the normalization, the layer for q, k and v, the attention, and the output layer. The
-    settings are the shape and ε of the normalization, the number of heads and the dimension of a head. The parameters
-    are the weights and biases of the three layers.
-    """
-
     def run(
-        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
+        self,
+        keeper: Any,
+        norm: tuple[Any, ...],
+        settings: Any,
+        x: Tensor,
+        parameters: Sequence[Any],
+        needs: tuple[bool, ...],
     ) -> tuple[Tensor, list[_Record]]:
-        """See `Chain.run`."""
-        shape, eps, heads, dim = settings
-        norm_weight, norm_bias, qkv_weight, qkv_bias, proj_weight, proj_bias = parameters
-        of_x, of_norm_weight, of_norm_bias, of_qkv_weight, of_qkv_bias, of_proj_weight, of_proj_bias = needs
-        norm, qkv, attention, proj = self.modules
+        """Return the output and the records of the operations. `needs` states which inputs require a gradient."""
+        norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
+        of_x, of_norm_weight, of_norm_bias, of_weight_1, of_bias_1, of_weight_2, of_bias_2 = needs
+        name_norm, name_1, name_between, name_2 = self.modules
 
-        keeper.operation = f"{norm}/layer_norm"
+        keeper.operation = f"{name_norm}/layer_norm"
         in_norm = _Record((False, of_x, False, of_norm_weight, of_norm_bias, False))
-        y = _LayerNorm.forward(in_norm, keeper, x, shape, norm_weight, norm_bias, eps)
+        y = _LayerNorm.forward(in_norm, keeper, x, norm[0], norm_weight, norm_bias, norm[1])
 
-        keeper.operation = f"{qkv}/linear"
-        in_qkv = _Record((False, True, of_qkv_weight, of_qkv_bias))
-        y = _Linear.forward(in_qkv, keeper, y, qkv_weight, qkv_bias)
+        keeper.operation = f"{name_1}/linear"
+        in_1 = _Record((False, True, of_weight_1, of_bias_1))
+        y = _Linear.forward(in_1, keeper, y, weight_1, bias_1)
 
-        keeper.operation = f"{attention}/scaled_dot_product_attention"
-        in_attention = _Record((False, True, True, True, False, False))
-        q, k, v = y.view(*y.shape[:2], 3, heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
-        if self.policy.plain_attention:
-            y = _PlainAttention.forward(in_attention, q, k, v)
-        elif self.policy.fused is not None:
-            y = _FusedAttention.forward(in_attention, keeper, q, k, v, None, None)
-        else:
-            y = _Attention.forward(in_attention, keeper, q, k, v, dim**-0.5, None)
-        del q, k, v
+        between, y = self.between(keeper, name_between, settings, y)
 
-        keeper.operation = f"{proj}/linear"
-        in_proj = _Record((False, True, of_proj_weight, of_proj_bias))
-        y = _Linear.forward(in_proj, keeper, y.transpose(1, 2).reshape(*x.shape[:2], -1), proj_weight, proj_bias)
-        in_attention.heads = heads
-        return y, [in_norm, in_qkv, in_attention, in_proj]
+        keeper.operation = f"{name_2}/linear"
+        in_2 = _Record((False, True, of_weight_2, of_bias_2))
+        return _Linear.forward(in_2, keeper, y, weight_2, bias_2), [in_norm, in_1, between, in_2]
 
-    def backward(self, records: list[_Record], g: Tensor) -> tuple[Tensor | None, ...]:
-        """See `Chain.backward`."""
-        in_norm, in_qkv, in_attention, in_proj = records
-        _, g, g_proj_weight, g_proj_bias = _linear_backward(in_proj, g)
-        in_proj.saved_tensors = ()
-        g = g.unflatten(-1, (in_attention.heads, -1)).transpose(1, 2)
-        if self.policy.plain_attention:
-            g_qkv = _PlainAttention.backward(in_attention, g)
-        elif self.policy.fused is not None:
-            g_qkv = _fused_attention_backward(in_attention, g)[1:4]
-        else:
-            g_qkv = _attention_backward(in_attention, g)[1:4]
-        in_attention.saved_tensors = ()
-        g = torch.stack([part.transpose(1, 2) for part in g_qkv], 2).flatten(2)
-        del g_qkv
-        _, g, g_qkv_weight, g_qkv_bias = _linear_backward(in_qkv, g)
-        in_qkv.saved_tensors = ()
+    def backward(self, records: list[_Record], settings: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and the parameters. Each record is freed after its operation."""
+        in_norm, in_1, between, in_2 = records
+        _, g, g_weight_2, g_bias_2 = _linear_backward(in_2, g)
+        in_2.saved_tensors = ()
+        g = self.between_backward(between, settings, g)
+        between.saved_tensors = ()
+        _, g, g_weight_1, g_bias_1 = _linear_backward(in_1, g)
+        in_1.saved_tensors = ()
         _, g_x, _, g_norm_weight, g_norm_bias, _ = _layer_norm_backward(in_norm, g)
         in_norm.saved_tensors = ()
-        return g_x, g_norm_weight, g_norm_bias, g_qkv_weight, g_qkv_bias, g_proj_weight, g_proj_bias
+        return g_x, g_norm_weight, g_norm_bias, g_weight_1, g_bias_1, g_weight_2, g_bias_2
+
+    def between(self, keeper: Any, name: str, settings: Any, y: Tensor) -> tuple[_Record, Tensor]:
+        """Return the record and the output of the operations between the linear layers. `name` is their module."""
+        raise NotImplementedError  # abstract
+
+    def between_backward(self, record: _Record, settings: Any, g: Tensor) -> Tensor:
+        """Return the gradient of the input of `between`."""
+        raise NotImplementedError  # abstract
+
+
+class AttentionChain(Chain):
+    """Chain with attention without a mask. The first linear layer computes q, k and v.
+
+    The settings are the number of heads and the dimension of a head.
+    """
+
+    def between(self, keeper: Any, name: str, settings: tuple[int, int], y: Tensor) -> tuple[_Record, Tensor]:
+        """See `Chain.between`."""
+        heads, dim = settings
+        keeper.operation = f"{name}/scaled_dot_product_attention"
+        record = _Record((False, True, True, True, False, False))
+        q, k, v = y.view(*y.shape[:2], 3, heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.policy.plain_attention:
+            y = _PlainAttention.forward(record, q, k, v)
+        elif self.policy.fused is not None:
+            y = _FusedAttention.forward(record, keeper, q, k, v, None, None)
+        else:
+            y = _Attention.forward(record, keeper, q, k, v, dim**-0.5, None)
+        return record, y.transpose(1, 2).reshape(len(y), -1, heads * dim)
+
+    def between_backward(self, record: _Record, settings: tuple[int, int], g: Tensor) -> Tensor:
+        """See `Chain.between_backward`."""
+        g = g.unflatten(-1, settings).transpose(1, 2)
+        if self.policy.plain_attention:
+            g_qkv = _PlainAttention.backward(record, g)
+        elif self.policy.fused is not None:
+            g_qkv = _fused_attention_backward(record, g)[1:4]
+        else:
+            g_qkv = _attention_backward(record, g)[1:4]
+        return torch.stack([part.transpose(1, 2) for part in g_qkv], 2).flatten(2)
 
 
 class _PlainAttention:
@@ -346,50 +365,18 @@ class _PlainAttention:
 
 
 class FeedForwardChain(Chain):
-    """LayerNorm, a linear layer, GELU, and a second linear layer.
+    """Chain with GELU. The setting is the approximation of GELU."""
 
-    The names are those of the four modules. The settings are the shape and ε of the normalization, and the
-    approximation of GELU. The parameters are the weights and biases of the normalization and of the linear layers.
-    """
+    def between(self, keeper: Any, name: str, settings: str, y: Tensor) -> tuple[_Record, Tensor]:
+        """See `Chain.between`."""
+        keeper.operation = f"{name}/gelu"
+        record = _Record((False, True, False, False))
+        return record, _Smooth.forward(record, keeper, y, *_GELU[settings])
 
-    def run(
-        self, keeper: Any, settings: tuple[Any, ...], x: Tensor, parameters: Sequence[Any], needs: tuple[bool, ...]
-    ) -> tuple[Tensor, list[_Record]]:
-        """See `Chain.run`."""
-        shape, eps, approximate = settings
-        norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
-        of_x, of_norm_weight, of_norm_bias, of_weight_1, of_bias_1, of_weight_2, of_bias_2 = needs
-        norm, layer_1, act, layer_2 = self.modules
-
-        keeper.operation = f"{norm}/layer_norm"
-        in_norm = _Record((False, of_x, False, of_norm_weight, of_norm_bias, False))
-        y = _LayerNorm.forward(in_norm, keeper, x, shape, norm_weight, norm_bias, eps)
-
-        keeper.operation = f"{layer_1}/linear"
-        in_layer_1 = _Record((False, True, of_weight_1, of_bias_1))
-        y = _Linear.forward(in_layer_1, keeper, y, weight_1, bias_1)
-
-        keeper.operation = f"{act}/gelu"
-        in_act = _Record((False, True, False, False))
-        y = _Smooth.forward(in_act, keeper, y, *_GELU[approximate])
-
-        keeper.operation = f"{layer_2}/linear"
-        in_layer_2 = _Record((False, True, of_weight_2, of_bias_2))
-        y = _Linear.forward(in_layer_2, keeper, y, weight_2, bias_2)
-        return y, [in_norm, in_layer_1, in_act, in_layer_2]
-
-    def backward(self, records: list[_Record], g: Tensor) -> tuple[Tensor | None, ...]:
-        """See `Chain.backward`."""
-        in_norm, in_layer_1, in_act, in_layer_2 = records
-        _, g, g_weight_2, g_bias_2 = _linear_backward(in_layer_2, g)
-        in_layer_2.saved_tensors = ()
-        _, g, _, _ = _smooth_backward(in_act, g)
-        in_act.saved_tensors = ()
-        _, g, g_weight_1, g_bias_1 = _linear_backward(in_layer_1, g)
-        in_layer_1.saved_tensors = ()
-        _, g_x, _, g_norm_weight, g_norm_bias, _ = _layer_norm_backward(in_norm, g)
-        in_norm.saved_tensors = ()
-        return g_x, g_norm_weight, g_norm_bias, g_weight_1, g_bias_1, g_weight_2, g_bias_2
+    def between_backward(self, record: _Record, settings: str, g: Tensor) -> Tensor:
+        """See `Chain.between_backward`."""
+        g_y: Tensor = _smooth_backward(record, g)[1]
+        return g_y
 
 
 #: GELU and its gradient for each approximation.
