@@ -12,6 +12,7 @@ from numba import carray, float32, float64, int16, int32, njit, uint64
 
 from efficient_ft.ops.storage.kernels.numba_job import (
     _address,
+    _exp,
     _float_of,
     _ordered,
     _take,
@@ -22,22 +23,6 @@ from efficient_ft.ops.storage.kernels.numba_job import (
 
 # `reassoc` permits the vectorization of sums, and `contract` fuses a product and a sum. NaN is preserved.
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract", "reassoc"})
-
-
-@_jit
-def _exp(x):
-    """Compute e^x for x ≤ 0 as 2^k e^r with an integer k and |r| ≤ ln 2 / 2. The relative error is below 2e-7."""
-    x = float32(-87) if x < float32(-87) else x  # this comparison preserves NaN
-    k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
-    r = x - k * float32(0.693359375)
-    r = r + k * float32(2.12194440e-4)
-    y = r * float32(1 / 720) + float32(1 / 120)
-    y = r * y + float32(1 / 24)
-    y = r * y + float32(1 / 6)
-    y = r * y + float32(0.5)
-    y = r * y + float32(1)
-    y = r * y + float32(1)
-    return y * _float_of((int32(k) + int32(127)) << int32(23))
 
 
 @_jit

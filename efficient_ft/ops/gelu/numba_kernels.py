@@ -13,9 +13,9 @@ import functools
 from typing import Any
 
 import numpy as np
-from numba import carray, float32, int32, njit
+from numba import carray, float32, njit
 
-from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_job import _address, _exp, _take, as_job
 
 # `contract` fuses a product and a sum if the processor supports fused operations. Other fast-math options are disabled,
 # so that the vectorized part of a loop and the remaining elements are computed in the same way.
@@ -56,21 +56,8 @@ def _cdf(u):
 
 @_jit
 def _density(u):
-    """Compute the normal density φ(u). The exponential is computed as 2^k e^r with an integer k and |r| ≤ ln 2 / 2.
-
-    A polynomial of degree 6 approximates e^r.
-    """
-    x = max(float32(-0.5) * u * u, float32(-87))
-    k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
-    r = x - k * float32(0.693359375)
-    r = r + k * float32(2.12194440e-4)
-    y = r * float32(1 / 720) + float32(1 / 120)
-    y = r * y + float32(1 / 24)
-    y = r * y + float32(1 / 6)
-    y = r * y + float32(0.5)
-    y = r * y + float32(1)
-    y = r * y + float32(1)
-    return y * np.int32((int32(k) + int32(127)) << int32(23)).view(np.float32) * _DENSITY
+    """Compute the normal density φ(u)."""
+    return _exp(float32(-0.5) * u * u) * _DENSITY
 
 
 @_jit

@@ -20,19 +20,19 @@ from efficient_ft.ops.projection.numba_tiles import (
     _KINDS,
     WIDTH,
     _analyze,
-    _assign,
     _find_four,
     _jit,
+    _layout,
     _load,
     _load_four,
+    _part,
     _repeat,
     _store,
     _store_four,
     _sum_four,
     _synthesize,
-    _to_float,
 )
-from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
+from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job, to_bits, to_float
 
 _SHORT = 64  # length of the loops that compute GELU; loops of length 128 took twice the time
 
@@ -126,13 +126,7 @@ def _scale(x, scale):
 @_jit
 def _affine_row(x, f, scale, shift, y):
     for i in range(len(scale)):
-        _assign(y, i, _to_float(x[i]) + (_to_float(f[i]) * scale[i] + shift[i]))
-
-
-# A job starts with the counter, the numbers of jobs, channels n, tokens, coefficients and tiles, and the addresses of
-# the tile table, the positions and the coefficients of the tiles. The addresses of matrices and tensors follow. A row
-# of the tile table contains the first position, the number of positions, the first coefficient, the number of
-# coefficients, and the start of the matrix of the tile.
+        y[i] = to_bits(y, to_float(x[i]) + (to_float(f[i]) * scale[i] + shift[i]))
 
 
 @functools.cache
@@ -148,11 +142,7 @@ def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: boo
     def project_job(pointer):
         job = carray(pointer, 20)
         jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
-        table = carray(_address(job[6]), (tiles, 5), np.int64)
-        positions = carray(_address(job[7]), (tokens,), np.int64)
-        numbers = carray(_address(job[8]), (rank,), np.int64)
-        chunks = (n + WIDTH - 1) // WIDTH
-        batch = jobs // chunks
+        table, positions, numbers, chunks, batch = _layout(job)
         matrices = carray(_address(job[9]), (job[10],), np.float32)
         x = carray(_address(job[11]), (batch * tokens * n,), of_kind)
         x_hat = carray(_address(job[12]), (batch * rank * n,), to_kind)
@@ -164,8 +154,7 @@ def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: boo
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             of_x[:] = float32(0)
             of_product[:] = float32(0)
             if scaled:
@@ -212,11 +201,7 @@ def back(of: int, to: int, second: int) -> Any:
     def back_job(pointer):
         job = carray(pointer, 20)
         jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
-        table = carray(_address(job[6]), (tiles, 5), np.int64)
-        positions = carray(_address(job[7]), (tokens,), np.int64)
-        numbers = carray(_address(job[8]), (rank,), np.int64)
-        chunks = (n + WIDTH - 1) // WIDTH
-        batch = jobs // chunks
+        table, positions, numbers, chunks, batch = _layout(job)
         matrices = carray(_address(job[9]), (job[10],), np.float32)
         x_hat = carray(_address(job[11]), (batch * rank * n,), of_kind)
         x = carray(_address(job[12]), (batch * tokens * n,), to_kind)
@@ -226,8 +211,7 @@ def back(of: int, to: int, second: int) -> Any:
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             for t in range(tiles):
                 at, count, at_hat, count_hat, at_matrix = table[t]
                 blocks = (count_hat + 3) // 4
@@ -255,11 +239,7 @@ def activate(size: int, projects: bool) -> Any:
     def activate_job(pointer):
         job = carray(pointer, 20)
         jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
-        table = carray(_address(job[6]), (tiles, 5), np.int64)
-        positions = carray(_address(job[7]), (tokens,), np.int64)
-        numbers = carray(_address(job[8]), (rank,), np.int64)
-        chunks = (n + WIDTH - 1) // WIDTH
-        batch = jobs // chunks
+        table, positions, numbers, chunks, batch = _layout(job)
         matrices = carray(_address(job[9]), (job[10],), np.float32)
         f = carray(_address(job[11]), (batch * tokens * n,), kind)
         y = carray(_address(job[12]), (batch * tokens * n,), kind)
@@ -272,8 +252,7 @@ def activate(size: int, projects: bool) -> Any:
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             _repeat(all_scales[first:last], scale)
             _repeat(all_shifts[first:last], shift)
             for t in range(tiles):
@@ -307,11 +286,7 @@ def activate_backward(size: int) -> Any:
     def activate_backward_job(pointer):
         job = carray(pointer, 20)
         jobs, n, tokens, rank, tiles = job[1], job[2], job[3], job[4], job[5]
-        table = carray(_address(job[6]), (tiles, 5), np.int64)
-        positions = carray(_address(job[7]), (tokens,), np.int64)
-        numbers = carray(_address(job[8]), (rank,), np.int64)
-        chunks = (n + WIDTH - 1) // WIDTH
-        batch = jobs // chunks
+        table, positions, numbers, chunks, batch = _layout(job)
         analysis = carray(_address(job[9]), (job[10],), np.float32)
         synthesis = carray(_address(job[11]), (job[10],), np.float32)
         f = carray(_address(job[12]), (batch * tokens * n,), kind)
@@ -330,8 +305,7 @@ def activate_backward(size: int) -> Any:
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             _repeat(all_scales[first:last], scale)
             _repeat(all_shifts[first:last], shift)
             of_scale[:] = float32(0)

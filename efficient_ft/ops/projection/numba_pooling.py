@@ -16,8 +16,10 @@ from numba import carray, float32
 from efficient_ft.ops.projection.numba_tiles import (
     _KINDS,
     WIDTH,
+    _chunks,
     _jit,
     _load,
+    _part,
     _store,
 )
 from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
@@ -85,7 +87,7 @@ def mix(of: int, to: int) -> Any:
     def mix_job(pointer):
         job = carray(pointer, 20)
         jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = (n + WIDTH - 1) // WIDTH
+        chunks = _chunks(n)
         tokens = height * width
         size = jobs // chunks * tokens * n
         x = carray(_address(job[5]), (size,), of_kind)
@@ -98,8 +100,7 @@ def mix(of: int, to: int) -> Any:
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             _load(scales[first:last], scale)
             for t in range(tokens):
                 start = (image * tokens + t) * n
@@ -125,7 +126,7 @@ def mix_backward(of: int, to: int, saved: int) -> Any:
     def mix_backward_job(pointer):
         job = carray(pointer, 20)
         jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = (n + WIDTH - 1) // WIDTH
+        chunks = _chunks(n)
         tokens = height * width
         batch = jobs // chunks
         g = carray(_address(job[5]), (batch * tokens * n,), of_kind)
@@ -141,8 +142,7 @@ def mix_backward(of: int, to: int, saved: int) -> Any:
             j = _take(job)
             if j >= jobs:
                 break
-            image, first = j // chunks, (j % chunks) * WIDTH
-            last = min(first + WIDTH, n)
+            image, first, last = _part(j, chunks, n)
             _load(scales[first:last], scale)
             of_scale[:] = float32(0)
             for t in range(tokens):

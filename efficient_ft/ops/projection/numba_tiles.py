@@ -1,7 +1,7 @@
 """Loads, stores, analysis and synthesis of the tiles of a projection in numba. Importing this module requires numba.
 
-bfloat16 values are passed as uint16. A projection consists of tiles (see `ops.projection.tiles`). A tile is processed
-in blocks of 4 positions, and its matrices are stored in blocks of 4 positions × 4 coefficients.
+bfloat16 values are passed as int16. A projection consists of tiles (see `Projection.blocks`). A tile is processed in
+blocks of 4 positions, and its matrices are stored in blocks of 4 positions × 4 coefficients.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
@@ -11,58 +11,55 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import float32, int64, njit, types, uint16, uint32
-from numba.extending import overload
+from numba import carray, float32, int64, njit
+
+from efficient_ft.ops.storage.kernels.numba_job import _address, to_bits, to_float
 
 WIDTH = 128  # number of channels that a job processes
 _FOUR = 4 * WIDTH  # number of values of four positions, which are processed together
-_KINDS = {2: np.uint16, 4: np.float32}
+_KINDS = {2: np.int16, 4: np.float32}  # types of the elements of tensors, by size in bytes
 
 _jit: Any = njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
 
 
-def _to_float(value):
-    raise NotImplementedError  # compiled code only
+@_jit
+def _layout(job):
+    """Return the arrays that describe the tiles of a job, the number of chunks of channels, and the batch size.
+
+    A job starts with the counter, the numbers of jobs, channels n, tokens, coefficients and tiles, and the addresses of
+    the tile table, the positions and the coefficients of the tiles. The addresses of matrices and tensors follow. A row
+    of the tile table contains the first position, the number of positions, the first coefficient, the number of
+    coefficients, and the start of the matrix of the tile.
+    """
+    table = carray(_address(job[6]), (job[5], 5), np.int64)
+    positions = carray(_address(job[7]), (job[3],), np.int64)
+    numbers = carray(_address(job[8]), (job[4],), np.int64)
+    chunks = _chunks(job[2])
+    return table, positions, numbers, chunks, job[1] // chunks
 
 
-@overload(_to_float)
-def _(value):
-    if value == types.uint16:
-        return lambda value: np.uint32(uint32(value) << uint32(16)).view(np.float32)
-    return lambda value: value
+@_jit
+def _chunks(n):
+    return (n + WIDTH - 1) // WIDTH
 
 
-def _assign(row, i, value):
-    raise NotImplementedError  # compiled code only
-
-
-@overload(_assign)
-def _(row, i, value):
-    if row.dtype == types.uint16:
-
-        def rounded(row, i, value):
-            bits = np.float32(value).view(np.uint32)
-            near = (bits + uint32(0x7FFF) + ((bits >> uint32(16)) & uint32(1))) >> uint32(16)
-            row[i] = uint16(near) if value == value else uint16(0x7FC0)  # NaN would overflow
-
-        return rounded
-
-    def stored(row, i, value):
-        row[i] = value
-
-    return stored
+@_jit
+def _part(j, chunks, n):
+    """Return the image of a part of a job, its first channel, and the channel after its last channel."""
+    first = (j % chunks) * WIDTH
+    return j // chunks, first, min(first + WIDTH, n)
 
 
 @_jit
 def _load(source, target):
     for i in range(len(source)):
-        target[i] = _to_float(source[i])
+        target[i] = to_float(source[i])
 
 
 @_jit
 def _store(source, target):
     for i in range(len(target)):
-        _assign(target, i, source[i])
+        target[i] = to_bits(target, source[i])
 
 
 @_jit

@@ -1,4 +1,4 @@
-"""Jobs, which are the entry points of numba kernels, and conversions of numbers to bits.
+"""Jobs, which are the entry points of numba kernels, and functions of numbers that several kernels use.
 
 Importing this module requires numba and a working compiler.
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 from numba import cfunc, float32, int16, int32, int64, intp, njit, types, uint32
 from numba.core import cgutils
 from numba.core.registry import cpu_target
@@ -77,26 +78,34 @@ def _float_of(typing: Any, bits: Any) -> Any:
 
 @intrinsic
 def to_float(typing: Any, bits: Any) -> Any:
-    """Convert the bits of a bfloat16 number (an int16) or of a float32 number (an int32) to float32."""
+    """Convert the bits of a bfloat16 number (an int16) or of a float32 number (an int32) to float32.
+
+    A float32 number is returned unchanged.
+    """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         wide = args[0]
+        if signature.args[0] == float32:
+            return wide
         if signature.args[0] == int16:
             zeros = context.get_constant(int32, 16)
             wide = builder.shl(builder.zext(wide, context.get_value_type(int32)), zeros)
         return builder.bitcast(wide, context.get_value_type(float32))
 
-    return (float32(bits), generate) if bits in (int16, int32) else None
+    return (float32(bits), generate) if bits in (int16, int32, float32) else None
 
 
 @intrinsic
 def to_bits(typing: Any, x: Any, number: Any) -> Any:
     """Return the bits of a float32 number as an element of the array x.
 
-    If the elements are int16, the number is rounded to bfloat16 (to nearest, ties to even), and NaN becomes 0x7FC0.
+    If the elements are int16, the number is rounded to bfloat16 (to nearest, ties to even), and NaN becomes 0x7FC0. If
+    the elements are float32, the number is returned unchanged.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        if signature.return_type == float32:
+            return args[1]
         bits = builder.bitcast(args[1], context.get_value_type(int32))
         if signature.return_type == int32:
             return bits
@@ -106,7 +115,7 @@ def to_bits(typing: Any, x: Any, number: Any) -> Any:
         is_nan = builder.fcmp_unordered("uno", args[1], args[1])
         return builder.trunc(builder.select(is_nan, constant(0x7FC0), rounded), context.get_value_type(int16))
 
-    return (x.dtype(x, float32), generate) if x.dtype in (int16, int32) else None
+    return (x.dtype(x, float32), generate) if x.dtype in (int16, int32, float32) else None
 
 
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
@@ -150,3 +159,22 @@ def _ordered(bits):
     Integers are compared instead of floats, because integer comparisons are vectorized.
     """
     return int32(bits ^ ((bits >> int32(31)) & int32(0x7FFFFFFF)))
+
+
+@njit(nogil=True, boundscheck=False, error_model="numpy", fastmath={"contract"})
+def _exp(x):
+    """Compute e^x for x ≤ 0 as 2^k e^r with an integer k and |r| ≤ ln 2 / 2. The relative error is below 2e-7.
+
+    A polynomial of degree 6 approximates e^r.
+    """
+    x = float32(-87) if x < float32(-87) else x  # this comparison preserves NaN
+    k = np.floor(x * float32(1.44269504088896341) + float32(0.5))
+    r = x - k * float32(0.693359375)
+    r = r + k * float32(2.12194440e-4)
+    y = r * float32(1 / 720) + float32(1 / 120)
+    y = r * y + float32(1 / 24)
+    y = r * y + float32(1 / 6)
+    y = r * y + float32(0.5)
+    y = r * y + float32(1)
+    y = r * y + float32(1)
+    return y * _float_of((int32(k) + int32(127)) << int32(23))
