@@ -9,7 +9,7 @@ started only if time remains, and a process that exceeds the budget is ended.
 
 - memory_vit_base: training steps with methods that save memory (`efficient-ft bench step`).
 - step_efficientformer_l1: low-rank backward passes of the last stage (`efficient-ft bench step`).
-- rivals_vit_base: the same steps as memory_vit_base with checkpointing, activation offloading
+- alternatives_vit_base: the same steps as memory_vit_base with checkpointing, activation offloading
   (`torch.autograd.graph.save_on_cpu`) and the partitioner of `torch.compile` with several memory budgets.
 - share_deit_small: for each recipe, the largest batch that fits into a small share of the GPU, and its speed.
 - plans: memory of random recipes (`efficient-ft bench memory`), and the memory that plans predict for them.
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="fp32", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        report = {"rivals_vit_base": rivals, "share_deit_small": share}[options.alone](options)
+        report = {"alternatives_vit_base": alternatives, "share_deit_small": share}[options.alone](options)
         _write(options.folder, report)
         return
     end = time.monotonic() + options.budget_seconds
@@ -98,7 +98,7 @@ def _records(options: argparse.Namespace) -> Iterator[tuple[Path, Callable[[Path
         yield file, partial(_bench, ["step", *of, *vit, *MEMORY, *weights])
         file = options.folder / f"step_efficientformer_l1{end}_{device}.json"
         yield file, partial(_bench, ["step", *of, *former, *LAST_STAGE])
-        for name in ("rivals_vit_base", "share_deit_small"):
+        for name in ("alternatives_vit_base", "share_deit_small"):
             own = ["--alone", name, "--dtype", dtype, "--device", options.device, *(["--small"] * options.small)]
             yield options.folder / f"{name}{end}_{device}.json", partial(_own, own)
     yield options.folder / f"plans_{device}.json", partial(plans, options)
@@ -155,18 +155,17 @@ def _write(file: Path, report: dict[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------- torch's own ways
-def rivals(options: argparse.Namespace) -> dict[str, Any]:
+def alternatives(options: argparse.Namespace) -> dict[str, Any]:
     """Time steps of full fine-tuning with torch's ways to save memory, and with checkpointing and 4 bits."""
-    from efficient_ft.bench.recipes import Network, Recipe, parse_recipes
+    from efficient_ft.bench.recipes import Network, parse_recipes
     from efficient_ft.bench.step import measure_steps
-    from efficient_ft.cli.commands.bench import _configure
+    from efficient_ft.cli.commands.bench import configure
     from efficient_ft.cli.hydra.conf import CONF
 
     recipes = [*parse_recipes(["full", "checkpointing", "low_bit", "compact"], CONF), *_torch_recipes(options.small)]
     model, batch, rounds = ("vit_digits", 2, 1) if options.small else ("vit_base", 128, 8)
     network = Network(model, batch, precision=options.dtype, device=options.device)
-    report = measure_steps(recipes, _configure, network, rounds=rounds)
-    assert all(isinstance(recipe, Recipe) for recipe in recipes)
+    report = measure_steps(recipes, configure, network, rounds=rounds)
     report["notes"].append("Bytes of the compiled and offloaded steps are those that autograd keeps on the device.")
     return {"command": "python scripts/gpu_records.py", "environment": _environment(options.device), **report}
 
@@ -266,12 +265,12 @@ def _fits(recipe: Any, network: Any) -> float | None:
 
     from efficient_ft.bench.step import build_step
     from efficient_ft.bench.timing import waiter
-    from efficient_ft.cli.commands.bench import _configure
+    from efficient_ft.cli.commands.bench import configure
     from efficient_ft.cost import executed
     from efficient_ft.models import factory
     from efficient_ft.training.trainer import use_channels_last
 
-    config = _configure(network.model, [*network.overrides, *recipe.overrides])
+    config = configure(network.model, [*network.overrides, *recipe.overrides])
     model = factory.random_model(config.model, network.num_classes)
     wait, seconds = waiter(network.device), []
     try:

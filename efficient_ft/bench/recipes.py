@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from efficient_ft.config import Config
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.packages import configuration_folders, method_of
 
 if TYPE_CHECKING:
@@ -77,6 +77,7 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
 
     Raises:
         UserError: If `text` does not have this form, or a method of another package has no configuration files.
+        SettingError: If the recipe sets ``trainer.precision=auto``.
     """
     folders = [conf, *itertools.chain(*configuration_folders().values())]
     name, equals, rest = text.partition("=")
@@ -94,6 +95,8 @@ def parse_recipe(text: str, conf: Path) -> Recipe:
             if not re.fullmatch(r"[\w.]+=.+", setting):
                 raise UserError(f"Recipe {text}: settings must have the form KEY=VALUE, got {setting}.")
             full = "." in setting.partition("=")[0]
+            if setting == "trainer.precision=auto":  # the result would depend on the machine
+                raise SettingError("trainer.precision", "auto", "fp32, bf16 or fp16 in a recipe of a benchmark")
             overrides.append(setting if full else f"method.{_package(option, folders)}.{setting}")
     keys = [one.partition("=")[0] for one in overrides]
     if twice := next((key for key in keys if keys.count(key) > 1), None):

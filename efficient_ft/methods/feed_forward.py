@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.models.frozen_batch_norm import FROZEN
+from efficient_ft.ops.autocast import compute_dtype
 
 #: Maximum size in bytes of the widest tensor in one part.
 _PART_BYTES = 5 * 2**20
@@ -46,8 +47,7 @@ class FrozenFeedForward(OwnForward):
         if not layers:  # Another method has replaced all layers.
             return 1
         channels = x.shape[1 if isinstance(layers[0], nn.Conv2d) else -1]
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else x.dtype
-        widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * dtype.itemsize
+        widest = x.numel() // channels * max(len(layer.weight) for layer in layers) * compute_dtype(x).itemsize
         return min(len(x), -(-widest // _PART_BYTES))
 
 

@@ -17,6 +17,12 @@ def to_single_precision(x: Tensor) -> Tensor:
     return x
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype in which a linear layer computes with x: the autocast dtype, or the dtype of x."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
 def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """Convert the inputs of a linear layer or convolution to the autocast dtype if autocast is enabled.
 

@@ -9,7 +9,10 @@ from typing import Any
 
 @functools.cache
 def optional_module(name: str) -> Any:
-    """Return the module with the full name `name`, or None if a library that the module imports is not installed."""
+    """Return the module with the full name `name`, or None if importing it raises ImportError.
+
+    The reason may be that a library is not installed, or that numba cannot compile kernels on this machine.
+    """
     try:
         return importlib.import_module(name)
     except ImportError:

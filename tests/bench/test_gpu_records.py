@@ -23,8 +23,8 @@ def measure(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> Non
 
 @pytest.mark.slow
 def test_torchs_own_ways_are_measured_next_to_methods(monkeypatch, tmp_path, capsys):
-    measure(monkeypatch, tmp_path, "--only", "rivals_vit_base_bf16")
-    report = json.loads((tmp_path / "rivals_vit_base_bf16_cpu.json").read_text(encoding="utf-8"))
+    measure(monkeypatch, tmp_path, "--only", "alternatives_vit_base_bf16")
+    report = json.loads((tmp_path / "alternatives_vit_base_bf16_cpu.json").read_text(encoding="utf-8"))
     recipes = report["recipes"]
     assert {"full", "checkpointing", "low_bit", "offloaded", "compiled", "budget 0.3"} <= set(recipes)
     saved = {name: record["executed"]["saved_bytes"] for name, record in recipes.items()}
@@ -32,8 +32,8 @@ def test_torchs_own_ways_are_measured_next_to_methods(monkeypatch, tmp_path, cap
     assert 0 < saved["budget 0.3"] < saved["compiled"]
     assert all(record["baseline"] == "full" and record["dtype"] == "bf16" for record in recipes.values())
     assert "budget 0.3" in report_text(report)
-    measure(monkeypatch, tmp_path, "--only", "rivals_vit_base_bf16")
-    assert "rivals_vit_base_bf16_cpu.json: exists" in capsys.readouterr().out
+    measure(monkeypatch, tmp_path, "--only", "alternatives_vit_base_bf16")
+    assert "alternatives_vit_base_bf16_cpu.json: exists" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -45,6 +45,7 @@ def test_a_recipe_becomes_overrides_of_the_command_line(text: str, name: str, ov
         (["lbp_wht:order"], "settings must have the form KEY=VALUE, got order"),
         (["lbp.wht=full"], "METHOD:KEY=VALUE"),
         (["full", "full"], "Two recipes have the same name"),
+        (["full:trainer.precision=auto"], "trainer.precision must be fp32, bf16 or fp16 in a recipe of a benchmark"),
     ],
 )
 def test_mistakes_are_refused(texts: list[str], message: str):

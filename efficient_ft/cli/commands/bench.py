@@ -247,7 +247,7 @@ def _require_device(name: str) -> None:
         raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
 
-def _configure(model: str | None, overrides: Sequence[str]) -> Config:
+def configure(model: str | None, overrides: Sequence[str]) -> Config:
     """Return the checked configuration of a run with random weights. See `efficient_ft.bench.recipes.Configure`."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.cli.hydra.rows import merged
@@ -297,7 +297,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         _check(recipes, settings)
         for recipe in recipes:
             records[recipe.name] = _in_own_process(recipe, settings)
-    report = measure_steps(recipes, _configure, _network(options), rounds=options.rounds, warmup=options.warmup)
+    report = measure_steps(recipes, configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
             report["notes"].append(f"The process memory of {name} was not measured: {record['failure']}")
@@ -324,7 +324,7 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
 
     size = [] if options["size"] is None else [f"model.image_size={options['size']}"]
     for recipe in recipes:
-        build_methods(_configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
+        build_methods(configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
 
 
 def _in_own_process(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -360,7 +360,7 @@ def _measure_alone(options: argparse.Namespace) -> None:
 
         record = measure_memory(
             Recipe("", tuple(options.recipes)),
-            _configure,
+            configure,
             _network(options),
             optim=options.optim,
             steps=options.steps,
@@ -402,7 +402,7 @@ def _loop(options: argparse.Namespace) -> dict[str, Any]:
     check_settings(options.set)
     return measure_loops(
         options.job or (DEFAULT_JOB, "deit_small"),
-        _configure,
+        configure,
         batch_size=options.batch,
         precision=options.dtype,
         device=options.device,
@@ -419,7 +419,7 @@ def _gradient(options: argparse.Namespace) -> dict[str, Any]:
 
     return measure_gradients(
         parse_recipes(options.recipes, CONF),
-        _configure,
+        configure,
         _network(options),
         weights=options.weights,
         images=options.images,
@@ -442,7 +442,7 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
 
     return measure_overhead(
         parse_recipes(options.recipes or RECIPES, CONF),
-        _configure,
+        configure,
         batch_size=options.batch,
         precision=options.dtype,
         device=options.device,

@@ -20,10 +20,11 @@ from efficient_ft.core.format import format_number
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.forwards import foreign_forward
-from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
+from efficient_ft.methods.fused_layers import fuse_layers, separate_layers
 from efficient_ft.methods.skip import is_skipped
 from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
+from efficient_ft.ops.autocast import compute_dtype
 from efficient_ft.ops.projection import (
     Projection,
     Projector,
@@ -112,8 +113,7 @@ def _records(module: nn.Linear | nn.Conv2d, x: Tensor) -> bool:
 
 def _of_kept(whole: Any, tokens: Tokens, prefix: int, x: Tensor) -> SubsetProjection:
     """Return the projection for the remaining tokens, which all layers with the same tokens share."""
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = compute_dtype(x)
     key = whole, dtype
     if key not in tokens.cache:
         tokens.cache[key] = SubsetProjection.from_columns(whole, tokens.columns_BN(prefix), tokens.fused, dtype)
@@ -162,7 +162,7 @@ class LowRankBackward(Method):
         skip: parts of layer names. Layers whose names contain one of these parts keep the exact backward pass (see
             `methods.skip`).
         fused: if True, low-rank feed-forward networks run as one operation on a CPU, and elsewhere GELU and the
-            preceding frozen BatchNorm are fused (see `methods.fused_gelu`). If None, the operations are fused only in
+            preceding frozen BatchNorm are fused (see `methods.fused_layers`). If None, the operations are fused only in
             networks with BatchNorm before GELU.
 
     Raises:
@@ -226,7 +226,7 @@ class LowRankBackward(Method):
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
         note = f"{len(exact)} layers keep the exact backward pass, which is cheaper for these layers"
         notes = [note] if exact else []
-        fused = [] if self.fused is False else fuse_gelu(model, everywhere=self.fused is True)
+        fused = [] if self.fused is False else fuse_layers(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
         for how in self._changed(model).values():
             how.fused = self._fuses
@@ -265,7 +265,7 @@ class LowRankBackward(Method):
         return f"the exact backward pass is cheaper: {costs} at rank {projection.rank}"
 
     def _remove(self, model: nn.Module) -> None:
-        separate_gelu(model)
+        separate_layers(model)
         for module in model.modules():
             if isinstance(module, LowRankLinear | LowRankConv2d):
                 reach = module.__dict__.pop("low_rank_reach", None)

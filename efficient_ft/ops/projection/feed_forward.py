@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from efficient_ft.ops.autocast import autocast_disabled
+from efficient_ft.ops.autocast import autocast_disabled, compute_dtype
 from efficient_ft.ops.projection import kernels
 from efficient_ft.ops.projection.low_rank import weight_gradient
 from efficient_ft.ops.projection.projection import Projection
@@ -48,8 +48,7 @@ def low_rank_feed_forward(
         Tokens (B, N, C). The dtype is the autocast dtype. With a residual tensor, the dtype is the common dtype of the
         residual tensor and of a₂.
     """
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = compute_dtype(x)
     to = dtype if residual is None else torch.promote_types(residual.dtype, second[1].dtype)
     adds_x = residual is x
     w_1, a_1, b_1 = first[0], *map(_vector, first[1:])

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend
 
+from efficient_ft.ops.autocast import compute_dtype
 from efficient_ft.ops.saving.attention import _Attention, _FusedAttention
 from efficient_ft.ops.saving.mode import PackingState, Policy
 from efficient_ft.ops.saving.norms import _LayerNorm
@@ -255,12 +256,22 @@ class Chain:
             parameters: Weights and biases of the normalization and of the two linear layers.
         """
         device = x.device
-        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
         trained = tuple([p is not None and p.requires_grad for p in parameters])
         # Decisions depend on the memory layout of the output of attention, which differs between torch's kernels.
         of = torch.backends.cuda
         kernels = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled(), of.math_sdp_enabled()
-        form = (x.shape, x.stride(), x.dtype, device, x.requires_grad, trained, autocast, heads, settings, kernels)
+        form = (
+            x.shape,
+            x.stride(),
+            x.dtype,
+            compute_dtype(x),
+            device,
+            x.requires_grad,
+            trained,
+            heads,
+            settings,
+            kernels,
+        )
         plan = self._plans.get(form) or Plan()
         keeper = _Keeper(plan, self.policy, state, region, x.shape[0], heads)
         y: Tensor = _Function.apply(self, keeper, norm, settings, x, *parameters)
@@ -394,10 +405,8 @@ _linear_backward, _layer_norm_backward, _smooth_backward, _attention_backward, _
 
 def supports_plain(x: Tensor, heads: int, dim: int) -> bool:
     """Return True if torch would compute attention in x (B, N, C) with the kernel that `_PlainAttention` uses."""
-    autocast = torch.is_autocast_enabled("cpu")
-    dtype = torch.get_autocast_dtype("cpu") if autocast else x.dtype
     shape = (x.shape[0], heads, x.shape[1], dim)
-    return x.device.type == "cpu" and _chooses_flash(shape, dtype, torch.backends.cuda.flash_sdp_enabled())
+    return x.device.type == "cpu" and _chooses_flash(shape, compute_dtype(x), torch.backends.cuda.flash_sdp_enabled())
 
 
 @functools.lru_cache(256)

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.cost import executed
-from efficient_ft.methods import fused_gelu
+from efficient_ft.methods import fused_layers
 from efficient_ft.methods.backprop.lbp_dct import LBPDCT
 from efficient_ft.methods.backprop.lbp_wht import LBPWHT
-from efficient_ft.methods.fused_gelu import fuse_gelu, separate_gelu
+from efficient_ft.methods.fused_layers import fuse_layers, separate_layers
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 
 
@@ -40,13 +40,13 @@ def calls() -> Iterator[list[str]]:
     seen: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         for name in ("gelu", "batch_norm_gelu", "low_rank_feed_forward", "pool_mixer", "frozen_input_conv2d"):
-            operation = getattr(fused_gelu, name)
+            operation = getattr(fused_layers, name)
 
             def call(*args: Tensor, of: str = name, run: object = operation) -> Tensor:
                 seen.append(of)
                 return run(*args)  # type: ignore[operator]
 
-            patch.setattr(fused_gelu, name, call)
+            patch.setattr(fused_layers, name, call)
         yield seen
 
 
@@ -73,7 +73,7 @@ def test_gradients_are_those_of_the_plain_model(network: nn.Module, trains: str)
             {"all": True, "last stage": name.startswith("stages.3"), "biases": name.endswith("bias")}[trains]
         )
     plain = _gradients(network)
-    assert len(fuse_gelu(network)) == 15
+    assert len(fuse_layers(network)) == 15
     with calls() as seen:
         fused = _gradients(network)
     assert seen.count("batch_norm_gelu") == 14
@@ -87,7 +87,7 @@ def test_evaluation_is_the_plain_models_bit_for_bit(network: nn.Module) -> None:
     network.eval()
     with torch.no_grad():
         plain = network(_images())
-        fuse_gelu(network)
+        fuse_layers(network)
         with calls() as seen:
             assert torch.equal(network(_images()), plain)
     assert not seen
@@ -106,12 +106,12 @@ def test_evaluation_is_the_plain_models_bit_for_bit(network: nn.Module) -> None:
     ],
 )
 def test_the_plain_operations_run_where_fusing_is_not_allowed(network: nn.Module, why: str, expected: set[str]) -> None:
-    fuse_gelu(network)
+    fuse_layers(network)
     images = _images()
     mode: Any = None
     if why == "live statistics":
         fresh = timm.create_model("efficientformer_l1", num_classes=3).to(memory_format=torch.channels_last).train()
-        fuse_gelu(fresh)
+        fuse_layers(fresh)
         network = fresh
     elif why == "a hook of the user's":
         for module in network.modules():
@@ -140,9 +140,9 @@ def test_the_plain_operations_run_where_fusing_is_not_allowed(network: nn.Module
 
 def test_it_is_taken_out_again(network: nn.Module) -> None:
     before = {name: set(module.__dict__) for name, module in network.named_modules()}
-    fuse_gelu(network)
+    fuse_layers(network)
     twin = copy.deepcopy(network)
-    separate_gelu(network)
+    separate_layers(network)
     assert {name: set(module.__dict__) for name, module in network.named_modules()} == before
     with calls() as seen:
         twin(_images())

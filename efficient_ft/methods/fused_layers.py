@@ -21,6 +21,7 @@ from torch._C import _len_torch_function_stack
 
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, take_away
 from efficient_ft.models.frozen_batch_norm import FrozenBatchNorm2d
+from efficient_ft.ops.autocast import compute_dtype
 from efficient_ft.ops.frozen import frozen_input_conv2d
 from efficient_ft.ops.gelu import batch_norm_gelu, gelu
 from efficient_ft.ops.projection import Projection, low_rank_feed_forward, pool_mixer
@@ -99,14 +100,15 @@ class FusedDownsample(OwnForward):
         stage: Any = self.module
         conv = stage.conv
         frozen = torch.is_grad_enabled() and conv.weight.requires_grad and not x.requires_grad
-        if not frozen or not _runs(stage) or x.device.type != "cpu" or not _in_bfloat16(x) or not _plain(conv):
+        if (
+            not frozen
+            or not _runs(stage)
+            or x.device.type != "cpu"
+            or compute_dtype(x) is not torch.bfloat16
+            or not _plain(conv)
+        ):
             return self.within(x)
         return stage.norm(frozen_input_conv2d(x, conv.weight, conv.bias, conv.stride[0], conv.padding[0]))
-
-
-def _in_bfloat16(x: Tensor) -> bool:
-    autocast = torch.is_autocast_enabled("cpu")
-    return (torch.get_autocast_dtype("cpu") if autocast else x.dtype) is torch.bfloat16
 
 
 def _plain(conv: Any) -> bool:
@@ -129,12 +131,11 @@ def _projection(mlp: Any, x: Tensor) -> Projection | None:
         return None
     norms = [mlp.norm1, mlp.norm2] if type(mlp) is ConvMlpWithNorm else []
     others = [mlp.drop] if norms else [mlp.drop1, mlp.drop2, mlp.norm]
-    autocast = torch.is_autocast_enabled("cpu")
     if (
         not _runs(mlp)
         or x.dtype not in (torch.float32, torch.bfloat16)
-        or not _in_bfloat16(x)  # in fp32, separate operations take less time
-        or (not autocast and x.dtype != mlp.fc1.weight.dtype)
+        or compute_dtype(x) is not torch.bfloat16  # in fp32, separate operations take less time
+        or (not torch.is_autocast_enabled("cpu") and x.dtype != mlp.fc1.weight.dtype)
         or not (torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in mlp.parameters())))
         or x.device.type != "cpu"
         or not _exact(mlp.act)
@@ -238,7 +239,7 @@ FUSED: dict[type[nn.Module], type[OwnForward]] = {
 }
 
 
-def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
+def fuse_layers(model: nn.Module, *, everywhere: bool = True) -> list[str]:
     """Use the fused operations for GELU, and for a frozen BatchNorm followed by GELU, where possible.
 
     If `everywhere` is False, only models that contain feed-forward networks with BatchNorm before GELU are changed.
@@ -258,8 +259,8 @@ def fuse_gelu(model: nn.Module, *, everywhere: bool = True) -> list[str]:
     return names
 
 
-def separate_gelu(model: nn.Module) -> None:
-    """Undo `fuse_gelu`."""
+def separate_layers(model: nn.Module) -> None:
+    """Undo `fuse_layers`."""
     kinds: set[type[OwnForward]] = {FusedGelu, *FUSED.values()}
     for kind in kinds:
         take_away(model, kind)
