@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.nn.grad import conv2d_input
 
 from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
+from efficient_ft.ops.first_order import first_order
 
 
 def frozen_batch_norm(
@@ -47,7 +47,7 @@ class _FrozenBatchNorm(Function):
         return F.batch_norm(x, mean, variance, weight, bias, False, 0.0, eps)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         variance, weight = ctx.saved_tensors
         g_x = g_b = None
@@ -91,7 +91,7 @@ class _FrozenConv2d(Function):
             return F.conv2d(x, weight, bias, *geometry)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
         g_x = conv2d_input(ctx.shape, weight, g, *ctx.geometry) if ctx.needs_input_grad[0] else None
@@ -124,7 +124,7 @@ class _FrozenInputConv2d(Function):
             return F.conv2d(x, weight, bias, stride, padding)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = ctx.saved_tensors
         (height, width), stride, padding = ctx.geometry

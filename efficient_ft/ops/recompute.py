@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from efficient_ft.ops.autocast import current_autocast
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving import load, save
 from efficient_ft.ops.storage import PackContext, Packer
 
@@ -88,7 +88,7 @@ class _Recompute(torch.autograd.Function):
         return form, *results
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, _: None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         x, *others = load(ctx)
         x = x.detach().to(ctx.type)

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import register_pytree_node
 
 from efficient_ft.core.context import context, set_context
 from efficient_ft.ops.autocast import autocast_disabled
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving import current_packing, load, save
 from efficient_ft.ops.storage import Packed
 
@@ -70,7 +70,7 @@ class _ClassRow(torch.autograd.Function):
         return p_BHN.mean(1)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g_BN: Tensor) -> tuple[Tensor | None, ...]:
         k, q_BHD, p_BHN = load(ctx)
         of_q, of_k = ctx.types
@@ -131,7 +131,7 @@ class _Take(torch.autograd.Function):
         return x_BNC.gather(1, over_channels(index_BK, x_BNC.shape[-1]))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g_BKC: Tensor) -> tuple[Tensor, None]:
         (index_BK,) = ctx.saved_tensors
         # Indices are unique, so that no sum is required.
@@ -228,7 +228,7 @@ class _Merge(torch.autograd.Function):
         return _sums(x_BNC * share_BN.unsqueeze(-1), index_BN, left).to(x_BNC.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g_BUC: Tensor) -> tuple[Tensor | None, ...]:
         share_BN, index_BN = ctx.saved_tensors
         g = g_BUC.gather(1, over_channels(index_BN, g_BUC.shape[-1])) * share_BN.unsqueeze(-1)
@@ -245,7 +245,7 @@ class _Unmerge(torch.autograd.Function):
         return x_BUC.gather(1, over_channels(index_BN, x_BUC.shape[-1]))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g_BNC: Tensor) -> tuple[Tensor | None, ...]:
         (index_BN,) = ctx.saved_tensors
         wide = torch.promote_types(g_BNC.dtype, torch.float32)

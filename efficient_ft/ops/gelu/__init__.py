@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.optional import optional_module
 from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
@@ -54,7 +54,7 @@ class _Gelu(Function):
         return _forward(x, None, None) if _supports(x) else F.gelu(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return _backward(g, x, None, None, None)[0] if _supports(x) else torch.ops.aten.gelu_backward(g, x)
@@ -76,7 +76,7 @@ class _BatchNormGelu(Function):
         return F.gelu(torch.addcmul(_per_channel(shift), x, _per_channel(scale)))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, rstd, scale, shift = ctx.saved_tensors
         of_x, _, _, of_weight, of_bias, _ = ctx.needs_input_grad

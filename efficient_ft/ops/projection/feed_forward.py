@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import autocast_disabled, compute_dtype
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.projection import kernels
 from efficient_ft.ops.projection.low_rank import weight_gradient
 from efficient_ft.ops.projection.projection import Projection
@@ -114,7 +114,7 @@ class _FeedForward(torch.autograd.Function):
         return kernels.add_affine(x if adds_x else residual, f_2, a_2, b_2, to)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, f_1, y_hat, f_2, w_1, w_2, a_1, b_1, a_2, *matrices = ctx.saved_tensors
         of_x, of_residual, of_w_1, _, _, of_w_2, _, of_b_2 = ctx.needs_input_grad[:8]
@@ -162,7 +162,7 @@ class _PoolMixer(torch.autograd.Function):
         return y.permute(0, 3, 1, 2)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, scale = ctx.saved_tensors
         g_x, g_scale = kernels.mix_backward(g.permute(0, 2, 3, 1), x.permute(0, 2, 3, 1), scale)

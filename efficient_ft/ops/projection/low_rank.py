@@ -21,9 +21,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_autocast_dtype
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.projection import kernels
 from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
 from efficient_ft.ops.saving import current_packing, load, save
@@ -79,7 +79,7 @@ class _LowRankLinear(torch.autograd.Function):
             return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         constants, g_w, g_b, gx_hat = _backward(ctx, g if g.dim() == 3 else g.flatten(1, 2))
         g_x = None
@@ -104,7 +104,7 @@ class _LowRankConv1x1(torch.autograd.Function):
             return F.conv2d(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         constants, g_w, g_b, gx_hat = _backward(ctx, g.flatten(2).transpose(1, 2))
         g_x = None

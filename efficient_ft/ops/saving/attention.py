@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend
 
 from efficient_ft.ops.attention import attention_gradients, attention_output, supports_attention
 from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import matmul, product
 from efficient_ft.ops.saving.saving import as_kept, load, save
@@ -24,6 +25,8 @@ from efficient_ft.ops.saving.table import name_of, packed_operation, packs
 from efficient_ft.ops.storage import Dense, Packed
 
 aten = torch.ops.aten
+
+_Unpack = Callable[[], Tensor]
 
 #: Lower bound of the sum of a packed softmax output, which prevents a division by 0 if packing dropped all values.
 _TINY = 1e-30
@@ -44,7 +47,7 @@ class _Softmax(torch.autograd.Function):
         return p
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = load(ctx)
         if ctx.zero_sum:  # the values of a packed p do not sum to 1
@@ -95,35 +98,62 @@ class _FusedAttention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = load(ctx)
-        if y.requires_grad:
-            found = torch.autograd.grad(y, y.attention_inputs, g)
-        else:
-            q, k, v = y.attention_inputs
-            found = attention_gradients(q, k, v, g, ctx.scale, ctx.compiled)
+        found = attention_backward(y, g, ctx.scale, ctx.compiled)
         return None, *(g.to(t) for g, t in zip(found, ctx.types, strict=True)), None, None
 
 
 def _attention_again(
     parts: Sequence[tuple[Any, int]], scale: float, has_bias: bool, compiled: bool, *tensors: Tensor
 ) -> Tensor:
-    """Recompute attention from the saved tensors of q, k and v.
-
-    An autograd graph is recorded, unless `attention_gradients` supports the unpacked tensors.
-    """
+    """Recompute attention from the saved tensors of q, k and v."""
     remaining = iter(tensors)
-    q, k, v = inputs = [unpack(*islice(remaining, count)) for unpack, count in parts]
-    bias = next(remaining) if has_bias else None
+    q, k, v = [unpack(*islice(remaining, count)) for unpack, count in parts]
+    return attention_again(q, k, v, next(remaining) if has_bias else None, scale, compiled)
+
+
+def attention_again(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, compiled: bool) -> Tensor:
+    """Recompute attention for `attention_backward`.
+
+    An autograd graph is recorded only if neither `attention_gradients` nor torch's kernel for CPUs supports the inputs.
+    """
+    inputs, logsumexp = [q, k, v], None
     if bias is None and supports_attention(q, k, v):
         y = attention_output(q, k, v, scale, compiled)
+    elif bias is None and uses_cpu_kernel(q, k, v):
+        y, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, scale=scale)
     else:
         with torch.enable_grad():
             q, k, v = inputs = [x.detach().requires_grad_() for x in inputs]
             y = F.scaled_dot_product_attention(q, k, v, bias, scale=scale)
-    y.attention_inputs = inputs  # type: ignore[attr-defined]
+    y.attention_inputs, y.attention_logsumexp = inputs, logsumexp  # type: ignore[attr-defined]
     return y
+
+
+def attention_backward(y: Any, g: Tensor, scale: float, compiled: bool) -> Sequence[Tensor]:
+    """Return the gradients of q, k and v, given the result y of `attention_again`, and the gradient of y."""
+    (q, k, v), logsumexp = y.attention_inputs, y.attention_logsumexp
+    if y.requires_grad:
+        return torch.autograd.grad(y, (q, k, v), g)
+    if logsumexp is None:
+        return attention_gradients(q, k, v, g, scale, compiled)
+    return cpu_kernel_backward(g, q, k, v, y, logsumexp, scale)
+
+
+def uses_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Return True if torch computes attention without a mask with its fused kernel for CPUs."""
+    return q.device.type == "cpu" and bool(torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value)
+
+
+def cpu_kernel_backward(
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, y: Tensor, logsumexp: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v, given the output and the logsumexp of torch's fused kernel for CPUs."""
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    found: tuple[Tensor, Tensor, Tensor] = backward(g, q, k, v, y, logsumexp, 0.0, False, scale=scale)
+    return found
 
 
 def _merge_heads(y: Tensor) -> Tensor:
@@ -141,16 +171,7 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
     ) -> Tensor:
-        # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        scores = _scaled_product(q, k.mT, scale)
-        if bias is not None:
-            scores += bias
-        p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
-        if bias is not None:  # torch returns zeros for fully masked queries
-            p.masked_fill_(_masked_out(bias), 0)
-        del scores
-        y = p @ v
+        q, k, v, p, y = unfused_attention(q, k, v, scale, bias)
         of_q, of_k = ctx.needs_input_grad[1:3]
         packer = mode.policy.attention
         kept_q = mode.keep(q, packer, y.dtype, 1, role="q") if of_k else None
@@ -162,20 +183,42 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        g = g.contiguous()
         v, p, k, q = load(ctx, one_by_one=True)
-        dense = p()
-        g_v = dense.mT @ g if ctx.needs_input_grad[3] else None
-        g_q = g_k = None
-        if v is not None:
-            g_scores = aten._softmax_backward_data(g @ v().mT, dense, -1, dense.dtype)
-            del dense
-            g_q = None if k is None else _scaled_product(g_scores, k(), ctx.scale)
-            g_k = None if q is None else _scaled_product(g_scores.mT, q(), ctx.scale)
-        found = (g_q, g_k, g_v)
+        found = unfused_attention_backward(g, v, p, k, q, ctx.scale, ctx.needs_input_grad[3])
         return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
+
+
+def unfused_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, bias: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return contiguous q, k and v, the output p of the softmax, and p v."""
+    # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    scores = _scaled_product(q, k.mT, scale)
+    if bias is not None:
+        scores += bias
+    p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
+    if bias is not None:  # torch returns zeros for fully masked queries
+        p.masked_fill_(_masked_out(bias), 0)
+    del scores
+    return q, k, v, p, p @ v
+
+
+def unfused_attention_backward(
+    g: Tensor, v: _Unpack | None, p: _Unpack, k: _Unpack | None, q: _Unpack | None, scale: float, of_v: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of q, k and v. The arguments v, p, k and q are functions that unpack the tensors."""
+    g, dense = g.contiguous(), p()
+    g_v = dense.mT @ g if of_v else None
+    g_q = g_k = None
+    if v is not None:
+        g_scores = aten._softmax_backward_data.default(g @ v().mT, dense, -1, dense.dtype)
+        del dense
+        g_q = None if k is None else _scaled_product(g_scores, k(), scale)
+        g_k = None if q is None else _scaled_product(g_scores.mT, q(), scale)
+    return g_q, g_k, g_v
 
 
 def _masked_out(mask: Tensor) -> Tensor:
@@ -286,7 +329,7 @@ class _Normalize(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         y, norm = load(ctx)
         along = (g * y).sum(ctx.dim, keepdim=True).where(norm >= ctx.eps, 0)  # below ε, the divisor is constant

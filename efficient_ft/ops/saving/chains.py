@@ -13,46 +13,57 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.nn.attention import SDPBackend
 
 from efficient_ft.ops.autocast import compute_dtype
-from efficient_ft.ops.saving.attention import _Attention, _FusedAttention
+from efficient_ft.ops.first_order import first_order
+from efficient_ft.ops.saving.attention import (
+    attention_again,
+    attention_backward,
+    cpu_kernel_backward,
+    unfused_attention,
+    unfused_attention_backward,
+    uses_cpu_kernel,
+)
 from efficient_ft.ops.saving.mode import PackingState, Policy
-from efficient_ft.ops.saving.norms import _LayerNorm
-from efficient_ft.ops.saving.pointwise import _Smooth
-from efficient_ft.ops.saving.products import _Linear
-from efficient_ft.ops.saving.sharing import SharedUnpack, apply_to, memory_order, to_order
-from efficient_ft.ops.storage import PackContext, Packed, Packer
+from efficient_ft.ops.saving.norms import affine, layer_norm, layer_norm_backward
+from efficient_ft.ops.saving.products import linear_backward
+from efficient_ft.ops.saving.sharing import memory_order
+from efficient_ft.ops.storage import Dense, PackContext, Packer
 
 aten = torch.ops.aten
 
 
 @dataclass
 class _Decision:
-    """Decision of a chain about a tensor: how the tensor is saved, or that it is the source of other tensors.
+    """Decision of a chain about a tensor: how the tensor is saved, or from which tensor it is computed.
 
     Attributes:
         order: Dimensions in memory order, or None if this is their order.
         inverse: Permutation that restores the order of dimensions, or None.
-        known: Index of the packed tensor that is reused, or None if the tensor is packed.
+        dtype: Dtype of the unpacked tensor.
+        known: Index of the decision about the tensor that is reused, or None if the tensor is packed.
+        compute: Function that computes the tensor in the backward pass, or None if the tensor is unpacked.
+        is_shared: True if several operations need the unpacked tensor.
         name: Name of the tensor without the part of the model.
         heads: See `PackContext.heads`.
     """
 
     order: tuple[int, ...] | None
     inverse: tuple[int, ...] | None
+    dtype: torch.dtype
     known: int | None = None
+    compute: Callable[[_Saved], Tensor] | None = None
     name: str = ""
     heads: tuple[int, int] | None = None
+    is_shared: bool = False
 
 
 @dataclass
@@ -69,69 +80,72 @@ class Plan:
 
 
 class _Keeper:
-    """Saves the tensors of one run of a chain. Operations use this object like a `PackedOperations` mode."""
+    """Saves the tensors of one run of a chain.
+
+    Attributes:
+        tensors: Tensors to save with autograd.
+        parts: Mapping from the index of each decision that packs a tensor to the positions of the packed tensors in
+            `tensors`, and the function that unpacks them.
+    """
 
     def __init__(
         self, plan: Plan, policy: Policy, state: PackingState, region: str, samples: int, heads: int | None
     ) -> None:
-        self.policy, self.state, self.operation = policy, state, ""
-        self._plan, self._region, self._samples, self._heads = plan, region, samples, heads
-        self._repeats = bool(plan.decisions)
+        self.policy, self.state, self.decisions = policy, state, plan.decisions
+        self.tensors: list[Tensor | None] = []
+        self.parts: dict[int, tuple[int, int, Callable[..., Tensor]]] = {}
+        self._region, self._samples, self._heads = region, samples, heads
         self._next = 0
-        #: Packed tensors and registered sources, in the order of the decisions.
-        self._kept: list[Packed] = []
-        #: Index of each packed tensor and its storage, which only the first run needs.
-        self._index: dict[tuple[Any, ...], tuple[weakref.ref, int]] = {}
         places = plan.places.get(region)
         if places is None:
             places = plan.places[region] = [self._place(decision) for decision in plan.decisions]
         self._places = places
-
-    def weight(self, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the weight that a layer uses, and the weight to save (see `PackedOperations.weight`)."""
-        return weight, weight
+        #: Index of each tensor and its storage, which only the first run needs.
+        self._index: dict[tuple[Any, ...], tuple[weakref.ref, int]] | None = None if plan.decisions else {}
 
     def keep(
-        self,
-        x: Tensor,
-        packer: Packer,
-        dtype: torch.dtype | None = None,
-        heads: int | None = None,
-        result: bool = False,
-        role: str = "input",
-    ) -> Packed:
-        """Pack x, or return the packed tensor from which x can be computed (see `PackedOperations.keep`)."""
-        if self._repeats:
-            decision = self._plan.decisions[self._next]
+        self, x: Tensor, packer: Packer, name: str, dtype: torch.dtype | None = None, heads: int | None = None
+    ) -> int:
+        """Pack x unless x is already packed or can be computed. Return the index of the decision about x.
+
+        See `PackedOperations.keep` for the arguments. `name` is the name of the tensor without the part of the model.
+        """
+        at = self._next
+        self._next = at + 1
+        if self._index is None:
+            decision = self.decisions[at]
         else:
-            decision = self._decide(x, (dtype or x.dtype, packer), heads, role)
-        place = self._places[self._next]
-        self._next += 1
+            decision = self._decide(x, (dtype or x.dtype, packer), name, heads)
         if decision.known is None:
-            memory = x if decision.order is None else x.permute(decision.order)
+            place = self._places[at]
             assert place is not None
-            packed = packer.pack(memory if dtype is None else memory.to(dtype), place)
-            shared = SharedUnpack(packed.unpack, self.state.last)
-            packed = Packed(packed.tensors, shared, shared)
-        else:
-            packed = self._kept[decision.known]
-        self._kept.append(packed)
-        packed.shared.add_user()
-        if decision.known is None and decision.order is None:
-            return packed
-        unpack = partial(to_order, packed.unpack, decision.inverse, dtype or x.dtype)
-        return Packed(packed.tensors, unpack, packed.shared)
+            memory = x if decision.order is None else x.permute(decision.order)
+            packed = packer.pack(memory if memory.dtype == decision.dtype else memory.to(decision.dtype), place)
+            start = len(self.tensors)
+            self.tensors += packed.tensors
+            self.parts[at] = start, len(self.tensors), packed.unpack
+        return at
 
-    def set_source(self, y: Tensor, packed: Packed) -> None:
-        """Register `packed` as the source of y (see `PackedOperations.set_source`)."""
-        decision = self._plan.decisions[self._next] if self._repeats else self._decide_source(y)
+    def computed(
+        self, y: Tensor, compute: Callable[[_Saved], Tensor], source: int | None = None, of: Tensor | None = None
+    ) -> None:
+        """Register a function that computes y in the backward pass. Operations that save y then use the function.
+
+        `source` is the index of the tensor that the function needs. If `of` is given, and y is not a view of `of`, the
+        function is not used.
+        """
+        if self._index is not None:
+            order, _, identity = memory_order(y)
+            storage = y.untyped_storage()
+            if of is None or of.untyped_storage()._cdata == storage._cdata:
+                self._index[*identity, "derived"] = (weakref.ref(storage), self._next)
+                if source is not None:
+                    self.decisions[source].is_shared = True
+            self._add(order, y.dtype, -1, "", None, compute)
         self._next += 1
-        if decision.order is not None:
-            unpack = partial(apply_to, partial(torch.permute, dims=decision.order), packed.unpack)
-            packed = Packed(packed.tensors, unpack, packed.shared)
-        self._kept.append(packed)
 
-    def _decide(self, x: Tensor, form: tuple[Any, ...], heads: int | None, role: str) -> _Decision:
+    def _decide(self, x: Tensor, form: tuple[Any, ...], name: str, heads: int | None) -> _Decision:
+        assert self._index is not None
         order, _, identity = memory_order(x)
         storage = x.untyped_storage()
         known = self._find((*identity, *form), storage)
@@ -141,23 +155,29 @@ class _Keeper:
         if heads is not None and self._heads and heads < x.dim() and x.shape[heads] % self._heads == 0:
             groups = (order.index(heads % x.dim()), self._heads)
         if known is None:
-            self._index[*identity, *form] = (weakref.ref(storage), self._next)
-        return self._add(order, known, f"{self.operation}/{role}", groups)
+            self._index[*identity, *form] = (weakref.ref(storage), len(self.decisions))
+        return self._add(order, form[0], known, name, groups)
 
-    def _decide_source(self, y: Tensor) -> _Decision:
-        order, _, identity = memory_order(y)
-        self._index[*identity, "derived"] = (weakref.ref(y.untyped_storage()), self._next)
-        return self._add(order, -1, "", None)
-
-    def _add(self, order: tuple[int, ...], known: int | None, name: str, groups: tuple[int, int] | None) -> _Decision:
+    def _add(
+        self,
+        order: tuple[int, ...],
+        dtype: torch.dtype,
+        known: int | None,
+        name: str,
+        groups: tuple[int, int] | None,
+        compute: Callable[[_Saved], Tensor] | None = None,
+    ) -> _Decision:
         in_order = order == tuple(range(len(order)))
         inverse = None if in_order else tuple(order.index(d) for d in range(len(order)))
-        decision = _Decision(None if in_order else order, inverse, known, name, groups)
-        self._plan.decisions.append(decision)
+        decision = _Decision(None if in_order else order, inverse, dtype, known, compute, name, groups)
+        if known is not None and known >= 0:
+            self.decisions[known].is_shared = True
+        self.decisions.append(decision)
         self._places.append(self._place(decision))
         return decision
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> int | None:
+        assert self._index is not None
         found = self._index.get(key)
         return found[1] if found is not None and found[0]() is storage else None
 
@@ -168,16 +188,47 @@ class _Keeper:
         return PackContext(name, self._samples, state.ranges, state.overflow, decision.heads, state.noise)
 
 
-class _Record:
-    """Stands in for the context that autograd passes to an operation."""
+class _Saved:
+    """Saved tensors of one run of a chain in its backward pass.
 
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.needs_input_grad = needs_input_grad
-        self.saved_tensors: Sequence[Any] = ()
+    Consecutive operations that need the same tensor share the unpacked tensor, which is freed when another tensor is
+    needed.
+    """
 
-    def save_for_backward(self, *tensors: Any) -> None:
-        """Save tensors, which the chain passes to autograd."""
-        self.saved_tensors = tensors
+    def __init__(self, keeper: _Keeper, tensors: Sequence[Any]) -> None:
+        self.tensors = tensors
+        self._decisions, self._parts = keeper.decisions, keeper.parts
+        self._last: tuple[int, Tensor] | None = None
+        #: Recomputed attention that the next operation needs.
+        self.attention: Tensor | None = None
+
+    def get(self, at: int) -> Tensor:
+        """Return the tensor for which `_Keeper.keep` returned `at`."""
+        decision = self._decisions[at]
+        if decision.known is None:
+            x = self._unpacked(at, decision)
+        else:
+            source = self._decisions[decision.known]
+            if source.compute is None:
+                x = self._unpacked(decision.known, source)
+            else:
+                x = source.compute(self)
+                x = x if source.order is None else x.permute(source.order)
+        if x.dtype != decision.dtype:
+            x = x.to(decision.dtype)
+        return x if decision.inverse is None else x.permute(decision.inverse)
+
+    def _unpacked(self, at: int, decision: _Decision) -> Tensor:
+        last, self._last = self._last, None
+        if last is not None and last[0] == at:
+            x = last[1]
+        else:
+            del last  # free the last tensor before this tensor is unpacked
+            start, stop, unpack = self._parts[at]
+            x = unpack(*self.tensors[start:stop])
+        if decision.is_shared:
+            self._last = at, x
+        return x
 
 
 class _Function(torch.autograd.Function):
@@ -185,34 +236,22 @@ class _Function(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        chain: Chain,
-        keeper: _Keeper,
-        norm: tuple[Any, ...],
-        settings: Any,
-        x: Tensor,
-        *parameters: Tensor | None,
-    ) -> Any:
-        y, records = chain.run(keeper, norm, settings, x, parameters, ctx.needs_input_grad[4:])
-        flat: list[Any] = []
-        ctx.counts = []
-        for record in records:
-            ctx.counts.append(len(record.saved_tensors))
-            flat += record.saved_tensors
-            record.saved_tensors = ()
-        ctx.save_for_backward(*flat)
-        ctx.chain, ctx.records, ctx.settings = chain, records, settings
+        ctx: Any, chain: Chain, keeper: _Keeper, norm: tuple[Any, ...], settings: Any, x: Tensor, *parameters: Any
+    ) -> Tensor:
+        needs = ctx.needs_input_grad[4:]
+        y, ctx.kept = chain.run(keeper, norm, settings, x, parameters, needs)
+        ctx.save_for_backward(*keeper.tensors)
+        keeper.tensors = []
+        ctx.chain, ctx.keeper, ctx.settings = chain, keeper, settings
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        saved, at = ctx.saved_tensors, 0
-        for record, count in zip(ctx.records, ctx.counts, strict=True):
-            record.saved_tensors = saved[at : at + count]
-            at += count
-        del saved
-        return None, None, None, None, *ctx.chain.backward(ctx.records, ctx.settings, g)
+        last = ctx.keeper.state.last
+        last.held, last.in_backward = None, True
+        saved = _Saved(ctx.keeper, ctx.saved_tensors)
+        return None, None, None, None, *ctx.chain.backward(saved, ctx.kept, ctx.settings, ctx.needs_input_grad[4:], g)
 
 
 class Chain:
@@ -226,9 +265,15 @@ class Chain:
             become part of the names of tensors.
     """
 
+    #: Name of the operation between the linear layers.
+    operation: ClassVar[str]
+
     def __init__(self, policy: Policy, *modules: str) -> None:
         assert not policy.forward
         self.policy, self.modules = policy, modules
+        operations = ("layer_norm", "linear", self.operation, "linear")
+        self._names = [f"{module}/{name}" for module, name in zip(modules, operations, strict=True)]
+        self._norm_name = f"{self._names[0]}/{'normalized' if policy.normalized else 'input'}"
         self._plans: dict[tuple[Any, ...], Plan] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -255,22 +300,10 @@ class Chain:
             x: Activations. x or a parameter of the normalization must require a gradient.
             parameters: Weights and biases of the normalization and of the two linear layers.
         """
-        device = x.device
         trained = tuple([p is not None and p.requires_grad for p in parameters])
-        # Decisions depend on the memory layout of the output of attention, which differs between torch's kernels.
-        of = torch.backends.cuda
-        kernels = of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled(), of.math_sdp_enabled()
         form = (
-            x.shape,
-            x.stride(),
-            x.dtype,
-            compute_dtype(x),
-            device,
-            x.requires_grad,
-            trained,
-            heads,
-            settings,
-            kernels,
+            *(x.shape, x.stride(), x.dtype, compute_dtype(x), x.device, x.requires_grad),
+            *(trained, heads, settings, self._kernels()),
         )
         plan = self._plans.get(form) or Plan()
         keeper = _Keeper(plan, self.policy, state, region, x.shape[0], heads)
@@ -280,52 +313,70 @@ class Chain:
 
     def run(
         self,
-        keeper: Any,
+        keeper: _Keeper,
         norm: tuple[Any, ...],
         settings: Any,
         x: Tensor,
         parameters: Sequence[Any],
-        needs: tuple[bool, ...],
-    ) -> tuple[Tensor, list[_Record]]:
-        """Return the output and the records of the operations. `needs` states which inputs require a gradient."""
+        needs: Sequence[bool],
+    ) -> tuple[Tensor, tuple[Any, ...]]:
+        """Return the output, and the values that `backward` needs in addition to the saved tensors.
+
+        `needs` states which inputs require a gradient.
+        """
+        policy, names = self.policy, self._names
         norm_weight, norm_bias, weight_1, bias_1, weight_2, bias_2 = parameters
-        of_x, of_norm_weight, of_norm_bias, of_weight_1, of_bias_1, of_weight_2, of_bias_2 = needs
-        name_norm, name_1, name_between, name_2 = self.modules
+        y, normalized, rstd, mean = layer_norm(x, norm[0], norm_weight, norm_bias, norm[1], policy.normalized)
+        keeper.tensors = [norm_weight, norm_bias, weight_1, weight_2, rstd, mean]
+        of_norm = keeper.keep(normalized, policy.norm, self._norm_name, None, -1)
+        del normalized
+        if policy.normalized and policy.derived:
+            keeper.computed(y, partial(_affine_again, of_norm), of_norm)
+        z = F.linear(y, weight_1, bias_1)
+        of_1 = keeper.keep(y, policy.product, f"{names[1]}/input", z.dtype, -1) if needs[3] else None
+        dtype_1 = y.dtype
+        del y
+        between, z = self.between(keeper, names[2], settings, z)
+        y = F.linear(z, weight_2, bias_2)
+        of_2 = keeper.keep(z, policy.product, f"{names[3]}/input", y.dtype, -1) if needs[5] else None
+        return y, (norm[0], of_norm, of_1, between, of_2, dtype_1, z.dtype)
 
-        keeper.operation = f"{name_norm}/layer_norm"
-        in_norm = _Record((False, of_x, False, of_norm_weight, of_norm_bias, False))
-        y = _LayerNorm.forward(in_norm, keeper, x, norm[0], norm_weight, norm_bias, norm[1])
+    def backward(
+        self, saved: _Saved, kept: tuple[Any, ...], settings: Any, needs: Sequence[bool], g: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the input and the parameters."""
+        of_x, of_norm_weight, of_norm_bias, _, of_bias_1, _, of_bias_2 = needs
+        shape, of_norm, of_1, between, of_2, dtype_1, dtype_2 = kept
+        norm_weight, norm_bias, weight_1, weight_2, rstd, mean = saved.tensors[:6]
+        x = None if of_2 is None else saved.get(of_2)
+        g, g_weight_2, g_bias_2 = linear_backward(g, x, weight_2, of_bias_2, dtype_2)
+        del x
+        g = self.between_backward(saved, between, settings, g)
+        x = None if of_1 is None else saved.get(of_1)
+        g, g_weight_1, g_bias_1 = linear_backward(g, x, weight_1, of_bias_1, dtype_1)
+        del x
+        wanted = [of_x, of_norm_weight, of_norm_bias]
+        found = layer_norm_backward(g, saved.get(of_norm), shape, norm_weight, norm_bias, rstd, mean, wanted)
+        return *found, g_weight_1, g_bias_1, g_weight_2, g_bias_2
 
-        keeper.operation = f"{name_1}/linear"
-        in_1 = _Record((False, True, of_weight_1, of_bias_1))
-        y = _Linear.forward(in_1, keeper, y, weight_1, bias_1)
+    def between(self, keeper: _Keeper, name: str, settings: Any, y: Tensor) -> tuple[Any, Tensor]:
+        """Return the values that `between_backward` needs, and the output of the operations between the linear layers.
 
-        between, y = self.between(keeper, name_between, settings, y)
-
-        keeper.operation = f"{name_2}/linear"
-        in_2 = _Record((False, True, of_weight_2, of_bias_2))
-        return _Linear.forward(in_2, keeper, y, weight_2, bias_2), [in_norm, in_1, between, in_2]
-
-    def backward(self, records: list[_Record], settings: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the input and the parameters. Each record is freed after its operation."""
-        in_norm, in_1, between, in_2 = records
-        _, g, g_weight_2, g_bias_2 = _linear_backward(in_2, g)
-        in_2.saved_tensors = ()
-        g = self.between_backward(between, settings, g)
-        between.saved_tensors = ()
-        _, g, g_weight_1, g_bias_1 = _linear_backward(in_1, g)
-        in_1.saved_tensors = ()
-        _, g_x, _, g_norm_weight, g_norm_bias, _ = _layer_norm_backward(in_norm, g)
-        in_norm.saved_tensors = ()
-        return g_x, g_norm_weight, g_norm_bias, g_weight_1, g_bias_1, g_weight_2, g_bias_2
-
-    def between(self, keeper: Any, name: str, settings: Any, y: Tensor) -> tuple[_Record, Tensor]:
-        """Return the record and the output of the operations between the linear layers. `name` is their module."""
+        `name` is the name of the operation with its module.
+        """
         raise NotImplementedError  # abstract
 
-    def between_backward(self, record: _Record, settings: Any, g: Tensor) -> Tensor:
+    def between_backward(self, saved: _Saved, kept: Any, settings: Any, g: Tensor) -> Tensor:
         """Return the gradient of the input of `between`."""
         raise NotImplementedError  # abstract
+
+    def _kernels(self) -> tuple[bool, ...]:
+        """Return the settings of torch on which the decisions depend."""
+        return ()
+
+
+def _affine_again(of_norm: int, saved: _Saved) -> Tensor:
+    return affine(saved.get(of_norm), *saved.tensors[:2])
 
 
 class AttentionChain(Chain):
@@ -334,77 +385,97 @@ class AttentionChain(Chain):
     The settings are the number of heads and the dimension of a head.
     """
 
-    def between(self, keeper: Any, name: str, settings: tuple[int, int], y: Tensor) -> tuple[_Record, Tensor]:
+    operation = "scaled_dot_product_attention"
+
+    def between(self, keeper: _Keeper, name: str, settings: tuple[int, int], y: Tensor) -> tuple[Any, Tensor]:
         """See `Chain.between`."""
         heads, dim = settings
-        keeper.operation = f"{name}/scaled_dot_product_attention"
-        record = _Record((False, True, True, True, False, False))
+        policy, packer = self.policy, self.policy.attention if self.policy.fused is None else self.policy.fused
         q, k, v = y.view(*y.shape[:2], 3, heads, dim).permute(2, 0, 3, 1, 4).unbind(0)
-        if self.policy.plain_attention:
-            y = _PlainAttention.forward(record, q, k, v)
-        elif self.policy.fused is not None:
-            y = _FusedAttention.forward(record, keeper, q, k, v, None, None)
+        kept: Any
+        if policy.plain_attention:
+            # The same tensors are saved as by torch's attention operation on a CPU (see `supports_plain`).
+            z, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)
+            kept = len(keeper.tensors)
+            keeper.tensors += (q, k, v, z, logsumexp)
+        elif policy.fused is not None:
+            z = F.scaled_dot_product_attention(q, k, v, scale=dim**-0.5)
+            kept = [
+                keeper.keep(x, packer, f"{name}/{role}", z.dtype, 1) for x, role in zip((q, k, v), "qkv", strict=True)
+            ]
         else:
-            y = _Attention.forward(record, keeper, q, k, v, dim**-0.5, None)
-        return record, y.transpose(1, 2).reshape(len(y), -1, heads * dim)
+            q, k, v, p, z = unfused_attention(q, k, v, dim**-0.5, None)
+            kept = [
+                keeper.keep(x, packer, f"{name}/{role}", z.dtype, 1)
+                for x, role in zip((q, k, p, v), "qkpv", strict=True)
+            ]
+        out = z.transpose(1, 2).reshape(*y.shape[:2], -1)
+        if policy.fused is not None and policy.derived_all and not policy.plain_attention:
+            keeper.computed(out, partial(self._output_again, kept, dim), of=z)
+        return kept, out
 
-    def between_backward(self, record: _Record, settings: tuple[int, int], g: Tensor) -> Tensor:
+    def between_backward(self, saved: _Saved, kept: Any, settings: tuple[int, int], g: Tensor) -> Tensor:
         """See `Chain.between_backward`."""
-        g = g.unflatten(-1, settings).transpose(1, 2)
+        heads, dim = settings
+        g = g.view(*g.shape[:2], heads, dim).transpose(1, 2)
+        g_qkv: Any
         if self.policy.plain_attention:
-            g_qkv = _PlainAttention.backward(record, g)
+            q, k, v, y, logsumexp = saved.tensors[kept : kept + 5]
+            g_qkv = cpu_kernel_backward(g, q, k, v, y, logsumexp, dim**-0.5)
         elif self.policy.fused is not None:
-            g_qkv = _fused_attention_backward(record, g)[1:4]
+            y, saved.attention = self._again(kept, dim, saved), None
+            g_qkv = attention_backward(y, g, dim**-0.5, self._compiled)
+            del y
         else:
-            g_qkv = _attention_backward(record, g)[1:4]
+            of_q, of_k, of_p, of_v = (partial(saved.get, at) for at in kept)
+            g_qkv = unfused_attention_backward(g, of_v, of_p, of_k, of_q, dim**-0.5, True)
         return torch.stack([part.transpose(1, 2) for part in g_qkv], 2).flatten(2)
 
+    @property
+    def _compiled(self) -> bool:
+        return not isinstance(self.policy.fused, Dense)  # exact methods do not load the compiler of the kernels
 
-class _PlainAttention:
-    """Attention that saves the same tensors as torch's attention operation on a CPU (see `supports_plain`)."""
+    def _again(self, kept: list[int], dim: int, saved: _Saved) -> Tensor:
+        """Return the recomputed output of attention, which the next operation reuses."""
+        if saved.attention is None:
+            q, k, v = [saved.get(at) for at in kept]
+            saved.attention = attention_again(q, k, v, None, dim**-0.5, self._compiled)
+        return saved.attention
 
-    @staticmethod
-    def forward(record: _Record, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v)
-        record.save_for_backward(q, k, v, y, logsumexp)
-        return y
+    def _output_again(self, kept: list[int], dim: int, saved: _Saved) -> Tensor:
+        return self._again(kept, dim, saved).detach().transpose(1, 2).flatten(2)
 
-    @staticmethod
-    def backward(record: _Record, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v, y, logsumexp = record.saved_tensors
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(g, q, k, v, y, logsumexp, 0.0, False)
+    def _kernels(self) -> tuple[bool, ...]:
+        # Decisions depend on the memory layout of the output of attention, which differs between torch's kernels.
+        of = torch.backends.cuda
+        return of.flash_sdp_enabled(), of.mem_efficient_sdp_enabled(), of.cudnn_sdp_enabled(), of.math_sdp_enabled()
 
 
 class FeedForwardChain(Chain):
     """Chain with GELU. The setting is the approximation of GELU."""
 
-    def between(self, keeper: Any, name: str, settings: str, y: Tensor) -> tuple[_Record, Tensor]:
-        """See `Chain.between`."""
-        keeper.operation = f"{name}/gelu"
-        record = _Record((False, True, False, False))
-        return record, _Smooth.forward(record, keeper, y, *_GELU[settings])
+    operation = "gelu"
 
-    def between_backward(self, record: _Record, settings: str, g: Tensor) -> Tensor:
+    def between(self, keeper: _Keeper, name: str, settings: str, y: Tensor) -> tuple[int, Tensor]:
+        """See `Chain.between`."""
+        z = F.gelu(y, approximate=settings)
+        kept = keeper.keep(y, self.policy.activation, f"{name}/input", None, -1)
+        if self.policy.derived:
+            keeper.computed(z, partial(_gelu_again, kept, settings), kept)
+        return kept, z
+
+    def between_backward(self, saved: _Saved, kept: int, settings: str, g: Tensor) -> Tensor:
         """See `Chain.between_backward`."""
-        g_y: Tensor = _smooth_backward(record, g)[1]
+        g_y: Tensor = aten.gelu_backward.default(g, saved.get(kept), approximate=settings)
         return g_y
 
 
-#: GELU and its gradient for each approximation.
-_GELU = {
-    kind: (partial(F.gelu, approximate=kind), partial(aten.gelu_backward, approximate=kind))
-    for kind in ("none", "tanh")
-}
-
-# The backward pass of a chain cannot be differentiated, so that its operations do not have to be marked again.
-_linear_backward, _layer_norm_backward, _smooth_backward, _attention_backward, _fused_attention_backward = (
-    function.backward.__wrapped__  # type: ignore[attr-defined]
-    for function in (_Linear, _LayerNorm, _Smooth, _Attention, _FusedAttention)
-)
+def _gelu_again(kept: int, approximate: str, saved: _Saved) -> Tensor:
+    return F.gelu(saved.get(kept), approximate=approximate)
 
 
 def supports_plain(x: Tensor, heads: int, dim: int) -> bool:
-    """Return True if torch would compute attention in x (B, N, C) with the kernel that `_PlainAttention` uses."""
+    """Return True if torch would compute attention in x (B, N, C) with its fused kernel for CPUs."""
     shape = (x.shape[0], heads, x.shape[1], dim)
     return x.device.type == "cpu" and _chooses_flash(shape, compute_dtype(x), torch.backends.cuda.flash_sdp_enabled())
 
@@ -412,4 +483,4 @@ def supports_plain(x: Tensor, heads: int, dim: int) -> bool:
 @functools.lru_cache(256)
 def _chooses_flash(shape: tuple[int, ...], dtype: torch.dtype, enabled: bool) -> bool:
     q = torch.empty(shape, dtype=dtype)
-    return enabled and bool(torch._fused_sdp_choice(q, q, q) == SDPBackend.FLASH_ATTENTION.value)
+    return enabled and uses_cpu_kernel(q, q, q)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from efficient_ft.ops.autocast import to_single_precision
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
@@ -33,31 +33,56 @@ class _LayerNorm(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
     ) -> Tensor:
-        ctx.shape, ctx.normalized = shape, mode.policy.normalized
-        if mode.policy.normalized:
-            y, x_hat, rstd = _normalized(x, shape, weight, bias, eps)
-            kept = mode.keep(x_hat, mode.policy.norm, None, -1, role="normalized")
-            save(ctx, kept, weight, bias, rstd)
-            y = _from_normalized(mode, y, kept, weight, bias)
-        else:
-            y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
-            save(ctx, mode.keep(x, mode.policy.norm, None, -1), weight, bias, rstd, mean)
-        return y
+        normalized = mode.policy.normalized
+        y, kept_x, rstd, mean = layer_norm(x, shape, weight, bias, eps, normalized)
+        kept = mode.keep(kept_x, mode.policy.norm, None, -1, role="normalized" if normalized else "input")
+        save(ctx, kept, weight, bias, rstd, mean)
+        ctx.shape = shape
+        return _from_normalized(mode, y, kept, weight, bias) if normalized else y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, rstd, *mean = load(ctx)
+        x, weight, bias, rstd, mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
-        statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if ctx.normalized else (mean[0], rstd)
-        g_x, g_w, g_b = aten.native_layer_norm_backward(g, x, ctx.shape, *statistics, weight, bias, wanted)
-        if ctx.normalized and wanted[0]:
-            g_x.mul_(rstd)
+        g_x, g_w, g_b = layer_norm_backward(g, x, ctx.shape, weight, bias, rstd, mean, wanted)
         return None, g_x, None, g_w, g_b, None
 
 
+def layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float, normalized: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the output of LayerNorm, the tensor to pack, 1 / √(variance + ε), and the mean.
+
+    The tensor to pack is x̂ if `normalized` is True, and x otherwise. The mean of x̂ is None.
+    """
+    if normalized:
+        return *_normalized(x, shape, weight, bias, eps), None
+    y, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
+    return y, x, rstd, mean
+
+
+def layer_norm_backward(
+    g: Tensor,
+    x: Tensor,
+    shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    rstd: Tensor,
+    mean: Tensor | None,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of the input, γ and β of LayerNorm that are `wanted`, given x̂ or x (see `layer_norm`)."""
+    statistics = (torch.zeros_like(rstd), torch.ones_like(rstd)) if mean is None else (mean, rstd)
+    found = aten.native_layer_norm_backward.default(g, x, shape, *statistics, weight, bias, wanted)
+    g_x, g_w, g_b = found
+    if mean is None and wanted[0]:
+        g_x.mul_(rstd)
+    return g_x, g_w, g_b
+
+
 def _normalized(
-    x: Tensor, shape: list[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output of LayerNorm, x̂, and 1 / √(variance + ε)."""
     if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.float64) or weight is None or bias is None:
@@ -88,7 +113,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x_hat, weight, rstd = load(ctx)
         if not ctx.normalized:
@@ -138,7 +163,7 @@ class _GroupNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rstd, *mean = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 3, 4)]
@@ -183,10 +208,14 @@ def _from_normalized(
 
 def _affine(unpack: Callable[..., Tensor], has_weight: bool, has_bias: bool, *tensors: Tensor) -> Tensor:
     count = has_weight + has_bias
-    y = unpack(*(tensors[:-count] if count else tensors))
-    if has_weight:
-        y = y * tensors[-count]
-    return y + tensors[-1] if has_bias else y
+    x_hat = unpack(*(tensors[:-count] if count else tensors))
+    return affine(x_hat, tensors[-count] if has_weight else None, tensors[-1] if has_bias else None)
+
+
+def affine(x_hat: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """Compute x̂ · γ + β."""
+    y = x_hat if weight is None else x_hat * weight
+    return y if bias is None else y + bias
 
 
 def _exact_or_packed(mode: PackedOperations, input: Tensor, heads: int | None = None) -> Tensor:
@@ -239,7 +268,7 @@ class _BatchNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, var = load(ctx)
         others = [d for d in range(g.dim()) if d != 1]
@@ -289,7 +318,7 @@ class _TrainingBatchNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = load(ctx)
         wanted = [ctx.needs_input_grad[i] for i in (1, 4, 5)]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.sharing import BothShared, apply_to
@@ -37,7 +37,7 @@ class _Scale(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, s = load(ctx)
         g_x = None if s is None else (g * s).to(ctx.types[0])
@@ -69,7 +69,7 @@ class _Product(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         a, b = load(ctx)
         g_a = None if b is None else (g * b).to(ctx.types[0])
@@ -114,7 +114,7 @@ class _Smooth(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (x,) = load(ctx)
         return None, ctx.gradient(g, x), None, None
@@ -149,7 +149,7 @@ class _Sigmoid(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (y,) = load(ctx)
         return None, aten.sigmoid_backward(g, y)
@@ -185,7 +185,7 @@ class _Clamp(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = load(ctx)
         low, high = ctx.limits

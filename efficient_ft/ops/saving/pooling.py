@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import pair
 from efficient_ft.ops.saving.table import packs
@@ -26,7 +26,7 @@ class _AveragePool(torch.autograd.Function):
         return function(x)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return ctx.gradient(g, g.new_empty(1).expand(ctx.shape)), None, None
 
@@ -75,7 +75,7 @@ class _MaxPool2d(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (position,) = ctx.saved_tensors
         width, stride, padding, dilation = ctx.window

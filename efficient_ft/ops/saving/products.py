@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.saving import as_kept, load, save
 from efficient_ft.ops.saving.table import packs
@@ -30,15 +30,31 @@ class _Linear(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = load(ctx)
         of_x, of_weight, of_bias = ctx.types
-        g_rows = g.reshape(-1, g.shape[-1])
-        g_w = None if x is None else (g_rows.T @ x.reshape(-1, x.shape[-1])).to(of_weight)
-        g_b = g_rows.sum(0).to(of_bias) if ctx.needs_input_grad[3] else None
-        g_x = None if weight is None else (g @ weight.to(g.dtype)).to(of_x)
-        return None, g_x, g_w, g_b
+        g_x, g_w, g_b = linear_backward(g, x, weight, ctx.needs_input_grad[3], of_x)
+        return None, g_x, None if g_w is None else g_w.to(of_weight), None if g_b is None else g_b.to(of_bias)
+
+
+def linear_backward(
+    g: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool, dtype: torch.dtype
+) -> tuple[Any, Tensor | None, Tensor | None]:
+    """Return the gradients of the input (in `dtype`), the weight and the bias of a linear layer.
+
+    A gradient is None if x, the weight or `of_bias` is not given. g is the gradient of the output.
+    """
+    rows = g.reshape(-1, g.shape[-1])
+    g_w = None if x is None else torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
+    g_b = rows.sum(0) if of_bias else None
+    if weight is None:
+        return None, g_w, g_b
+    if weight.dtype != g.dtype:
+        weight = weight.to(g.dtype)
+    # One product of matrices is called directly, because `matmul` calls several operations.
+    g_x = torch.mm(rows, weight).view(*g.shape[:-1], -1) if g.is_contiguous() else g @ weight
+    return g_x if g_x.dtype == dtype else g_x.to(dtype), g_w, g_b
 
 
 @packs(F.linear)
@@ -65,7 +81,7 @@ class _Conv2d(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = load(ctx)
         stride, padding, dilation, groups = ctx.geometry
@@ -123,7 +139,7 @@ class _Matmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         b, a = load(ctx)
         g_a = None if b is None else (g @ b.mT).to(ctx.types[0])

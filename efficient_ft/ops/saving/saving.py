@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.storage import Packed, Packer
 
@@ -56,7 +56,7 @@ class _StraightThrough(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         return None, g.to(ctx.type), None, None, None
 
