@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from efficient_ft.ops.storage.kernels import kernels_for
+from efficient_ft.ops.storage.kernels import cpu, kernels_for
 
 
 def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
@@ -67,13 +67,19 @@ def dequantize_reference(q: Tensor, low: Tensor, high: Tensor) -> Tensor:
     return low[:, None] + q.float() * ((high - low) / 255)[:, None]
 
 
-def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum of each group of x (outer, G, inner), each (G,) float32."""
+def extremes(x: Tensor, old: tuple[Tensor, Tensor] | None = None, share: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Return the minimum and the maximum of each group of x (outer, G, inner), each (G,) float32.
+
+    If `old` ranges are given, they are moved by the fraction `share` towards the minimum and the maximum, and the
+    result is returned.
+    """
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)
-    if kernels := kernels_for(x):
-        return kernels.extremes(x)
-    return extremes_reference(x)
+    kernels = kernels_for(x)
+    if kernels is cpu:
+        return cpu.extremes(x, old, share)
+    low, high = extremes_reference(x) if kernels is None else kernels.extremes(x)
+    return (low, high) if old is None else (old[0].lerp(low, share), old[1].lerp(high, share))
 
 
 def extremes_reference(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -57,13 +57,11 @@ class Ranges:
         Return the new minimum and maximum, each (G,) float32. If x is not finite, the stored range does not change, and
         the returned range is not finite, so that x is unpacked to non-finite values.
         """
-        low, high = extremes(x_OGI)
         old, step = self.by_name.get(name), self.updated.get(name, self.step)
-        if old is not None:
-            if low.device.type != "cpu" or old[0].device.type != "cpu":
-                old = (old[0].to(low.device), old[1].to(low.device))
-            share = _SHARE if self.step - step <= 1 else 1 - (1 - _SHARE) ** (self.step - step)
-            low, high = old[0].lerp(low, share), old[1].lerp(high, share)
+        if old is not None and (x_OGI.device.type != "cpu" or old[0].device.type != "cpu"):
+            old = (old[0].to(x_OGI.device), old[1].to(x_OGI.device))
+        share = _SHARE if self.step - step <= 1 else 1 - (1 - _SHARE) ** (self.step - step)
+        low, high = extremes(x_OGI, old, share)
         if isinstance(low, FakeTensor):
             self.by_name[name] = (low, high)
             return low, high

@@ -36,8 +36,9 @@ def test_eight_bit_kernels_equal_the_reference(shape, dtype):
     shape=st.tuples(st.integers(1, 40), st.integers(1, 5), st.one_of(st.integers(1, 40), st.integers(1020, 1030))),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 2**31 - 1),
+    share=st.sampled_from([0.1, 0.3, 0.7]),
 )
-def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, dtype, seed):
+def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, dtype, seed, share):
     x, low, high = groups(shape, dtype)
     # The input is non-contiguous, like a permuted activation.
     x = x.transpose(0, 2).contiguous().transpose(0, 2)
@@ -45,8 +46,11 @@ def test_eight_bit_kernels_of_any_shape_equal_the_reference(shape, dtype, seed):
     assert torch.equal(q, eight_bits.quantize_reference(x, low, high, torch.tensor(seed)))
     found, expected = cpu.dequantize(q, low, high, dtype), eight_bits.dequantize_reference(q, low, high).to(dtype)
     assert_same_bits(found, expected)
-    for a, b in zip(cpu.extremes(x), eight_bits.extremes_reference(x), strict=True):
+    old = tuple(torch.randn(2, shape[1], generator=torch.Generator().manual_seed(seed)))
+    moved = cpu.extremes(x, old, share)
+    for a, b, before, after in zip(cpu.extremes(x), eight_bits.extremes_reference(x), old, moved, strict=True):
         assert torch.equal(a, b)
+        assert torch.equal(after, before.lerp(b, share)), "the kernel rounds like torch"
 
 
 def test_extremes_are_those_of_each_group():

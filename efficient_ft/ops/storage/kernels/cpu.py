@@ -10,6 +10,7 @@ import ctypes
 import functools
 import os
 import re
+import struct
 from array import array
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -79,8 +80,7 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
     """Compute `ops.storage.quantize`."""
     q = torch.empty(x.shape, dtype=torch.uint8)
     x = _loadable(x).contiguous()
-    steps = 255 / (high - low).clamp_min(1e-30)
-    shape, ranges = _rows(x, low, steps)
+    shape, ranges = _rows(x, low, high)
     run_in_threads(_kernels().quantize(x.element_size()), [*shape, int(seed), *(t.data_ptr() for t in (x, *ranges, q))])
     return q
 
@@ -88,20 +88,23 @@ def quantize(x: Tensor, low: Tensor, high: Tensor, seed: Tensor) -> Tensor:
 def dequantize(q: Tensor, low: Tensor, high: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Compute `ops.storage.dequantize`."""
     q, x = q.contiguous(), torch.empty(q.shape, dtype=dtype if dtype == torch.bfloat16 else torch.float32)
-    shape, ranges = _rows(q, low, (high - low) / 255)
+    shape, ranges = _rows(q, low, high)
     run_in_threads(_kernels().dequantize(x.element_size()), [*shape, *(t.data_ptr() for t in (q, *ranges, x))])
     return x.to(dtype)
 
 
-def extremes(x: Tensor) -> tuple[Tensor, Tensor]:
+def extremes(x: Tensor, old: tuple[Tensor, Tensor] | None = None, share: float = 1.0) -> tuple[Tensor, Tensor]:
     """Compute `ops.storage.extremes`."""
     x, groups = _loadable(x).contiguous(), x.shape[1]
     shape, _ = _rows(x)
-    low, high = torch.empty(2, shape[0], shape[5], dtype=torch.float32).unbind()
-    run_in_threads(_kernels().extremes(x.element_size()), [*shape, *(t.data_ptr() for t in (x, low, high))])
-    if shape[0] == 1 and shape[5] == groups:
-        return low[0], high[0]
-    return low.amin(0).view(groups, -1).amin(1), high.amax(0).view(groups, -1).amax(1)
+    of_blocks = torch.empty(2, shape[0], shape[5], dtype=torch.int32)
+    found = torch.empty(2, groups, dtype=torch.float32)
+    addresses = [x.data_ptr(), of_blocks.data_ptr(), of_blocks.data_ptr() + of_blocks.nbytes // 2, found.data_ptr()]
+    of_old = [0, 0] if old is None else [t.data_ptr() for t in (old[0].contiguous(), old[1].contiguous())]
+    number = int.from_bytes(struct.pack("<d", share), "little", signed=True)
+    run_in_threads(_kernels().extremes(x.element_size()), [*shape, *addresses, *of_old, number])
+    low, high = found.unbind()
+    return low, high
 
 
 def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -146,16 +149,16 @@ def _rows(x: Tensor, *of_groups: Tensor) -> tuple[list[int], list[Tensor]]:
     """Divide a tensor (outer, G, inner) into blocks of rows.
 
     Return two lists. The first list contains the numbers of blocks, rows per block, rows, groups, elements per group,
-    and ranges, and a flag that is True if groups are short. The second list contains the tensors `of_groups`. Each
-    tensor has one value per group, or one value per element of a row if groups are short.
+    and ranges, and the original number of groups if groups are short, or 0. The second list contains the tensors
+    `of_groups`. Each tensor has one value per group, or one value per element of a row if groups are short.
     """
     rows, groups, inner = x.shape
     block = -(-_BLOCK // (groups * inner))
     blocks = -(-rows // block)
     if inner < _SHORT and x.numel() > _SMALL:
         expanded = [t.repeat_interleave(inner) for t in of_groups]
-        return [blocks, block, rows, 1, groups * inner, groups * inner, True], expanded
-    return [blocks, block, rows, groups, inner, groups, False], [t.contiguous() for t in of_groups]
+        return [blocks, block, rows, 1, groups * inner, groups * inner, groups], expanded
+    return [blocks, block, rows, groups, inner, groups, 0], [t.contiguous() for t in of_groups]
 
 
 def run_in_threads(kernel: Any, job: list[int]) -> None:

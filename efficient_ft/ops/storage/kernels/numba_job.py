@@ -41,7 +41,7 @@ def _take(typing: Any, counter: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         array = context.make_array(signature.args[0])(context, builder, args[0])
         pointer = cgutils.get_item_pointer(context, builder, signature.args[0], array, [context.get_constant(intp, 0)])
-        return builder.atomic_rmw("add", pointer, context.get_constant(int64, 1), "monotonic")
+        return builder.atomic_rmw("add", pointer, context.get_constant(int64, 1), "acq_rel")
 
     return int64(counter), generate
 
@@ -74,6 +74,16 @@ def _float_of(typing: Any, bits: Any) -> Any:
         return builder.bitcast(args[0], context.get_value_type(float32))
 
     return float32(int32), generate
+
+
+@intrinsic
+def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
+    """Compute a · b + c for float32 numbers with one rounding, as torch does in ``lerp``."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fma(*args)
+
+    return float32(float32, float32, float32), generate
 
 
 @intrinsic

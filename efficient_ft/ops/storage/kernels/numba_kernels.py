@@ -21,6 +21,8 @@ from numba.extending import intrinsic
 from efficient_ft.ops.storage.kernels.numba_job import (
     _address,
     _bits_of,
+    _float_of,
+    _fused,
     _noise,
     _ordered,
     _take,
@@ -30,6 +32,7 @@ from efficient_ft.ops.storage.kernels.numba_job import (
 )
 
 _jit: Any = njit(nogil=True, boundscheck=False)
+_jit_divide: Any = njit(nogil=True, boundscheck=False, error_model="numpy")  # without a check for division by zero
 _INTEGERS = {2: int16, 4: int32, 8: int64}
 _CHUNK = 2048  # number of elements per chunk, a multiple of 8; the flags of a chunk fit in the L1 cache
 _GATHER = np.uint64(0x0102040810204080)  # factor that moves the lowest bits of eight bytes into the highest byte
@@ -250,6 +253,30 @@ def _exact_threshold(x, where, hop, largest, kept, sample, out):
 # Each row of a quantized tensor consists of groups. If groups are short, one loop processes all groups of a row and
 # reads a range for each element. If groups are long, a separate loop processes each group and keeps its range in
 # registers.
+@_jit_divide
+def _steps_of(low, high, steps):
+    """Write the number of codes per unit for each range."""
+    for i in range(len(low)):
+        width = high[i] - low[i]
+        width = float32(1e-30) if width < float32(1e-30) else width  # this comparison preserves NaN
+        steps[i] = float32(1) / width * float32(255)
+
+
+@_jit_divide
+def _widths_of(low, high, widths):
+    """Write the distance between two codes for each range."""
+    for i in range(len(low)):
+        widths[i] = (high[i] - low[i]) / float32(255)
+
+
+@_jit
+def _moved(old, new, share):
+    """Return old + share · (new - old), rounded as by ``torch.lerp``."""
+    if share < float32(0.5):
+        return _fused(share, new - old, old)
+    return _fused(-(new - old), float32(1) - share, new)
+
+
 @_jit
 def _quantize_short(x, low, step, base, q):
     for i in range(len(x)):
@@ -370,8 +397,10 @@ def quantize(size: int) -> Any:
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         seed = job[8]
         x = carray(_address(job[9]), (rows, groups, inner), integer)
-        low, step = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
+        low, high = carray(_address(job[10]), (ranges,), float32), carray(_address(job[11]), (ranges,), float32)
         q = carray(_address(job[12]), (rows, groups, inner), uint8)
+        step = np.empty(ranges, np.float32)
+        _steps_of(low, high, step)
         while True:
             taken = _take(job)
             if taken >= blocks:
@@ -397,8 +426,10 @@ def dequantize(size: int) -> Any:
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         q = carray(_address(job[8]), (rows, groups, inner), uint8)
-        low, step = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
+        low, high = carray(_address(job[9]), (ranges,), float32), carray(_address(job[10]), (ranges,), float32)
         x = carray(_address(job[11]), (rows, groups, inner), integer)
+        step = np.empty(ranges, np.float32)
+        _widths_of(low, high, step)
         while True:
             taken = _take(job)
             if taken >= blocks:
@@ -415,10 +446,11 @@ def dequantize(size: int) -> Any:
 
 @functools.cache
 def extremes(size: int) -> Any:
-    """Compile the job that computes the minimum and maximum of each block of rows.
+    """Compile the job that computes the minimum and maximum of each group of values of `size` bytes.
 
-    Both are computed separately for each group, or for each element of a row if groups are short. The values have
-    `size` bytes (bfloat16 or float32).
+    The extremes of each block of rows are computed first: for each group, or for each element of a row if groups are
+    short. The thread that completes the last block combines the blocks, and moves the given ranges, if any, towards the
+    extremes.
     """
     integer = _INTEGERS[size]
 
@@ -427,8 +459,16 @@ def extremes(size: int) -> Any:
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
         x = carray(_address(job[8]), (rows, groups, inner), integer)
-        low = carray(_address(job[9]), (blocks, ranges), int32)
-        high = carray(_address(job[10]), (blocks, ranges), int32)
+        low, high = (
+            carray(_address(job[9]), (blocks, ranges), int32),
+            carray(_address(job[10]), (blocks, ranges), int32),
+        )
+        count = short if short else groups
+        out = carray(_address(job[11]), (2, count), float32)
+        has_old = job[12] != 0
+        old_low = carray(_address(job[12]), (count if has_old else 0,), float32)
+        old_high = carray(_address(job[13]), (count if has_old else 0,), float32)
+        share = float32(job[14:15].view(np.float64)[0])
         while True:
             taken = _take(job)
             if taken >= blocks:
@@ -440,7 +480,16 @@ def extremes(size: int) -> Any:
                         _extremes_short(x[s, g], low[taken], high[taken])
                     else:
                         low[taken, g], high[taken, g] = _extremes_long(x[s, g], low[taken, g], high[taken, g])
-            for i in range(ranges):
-                low[taken, i], high[taken, i] = _ordered(low[taken, i]), _ordered(high[taken, i])
+            if _take(job[15:]) < blocks - 1:
+                continue
+            width = ranges // count
+            for g in range(count):
+                lowest, highest = int32(0x7FFFFFFF), int32(-0x80000000)
+                for b in range(blocks):
+                    for i in range(g * width, (g + 1) * width):
+                        lowest, highest = min(lowest, low[b, i]), max(highest, high[b, i])
+                new_low, new_high = _float_of(_ordered(lowest)), _float_of(_ordered(highest))
+                out[0, g] = _moved(old_low[g], new_low, share) if has_old else new_low
+                out[1, g] = _moved(old_high[g], new_high, share) if has_old else new_high
 
     return job_of
