@@ -36,9 +36,10 @@ def to_autocast_dtype(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[T
 
 
 def autocast_disabled(like: Tensor) -> AbstractContextManager[Any]:
-    """Disable autocast for the device type of `like` in a ``with`` block. Do nothing on devices without autocast."""
+    """Disable autocast for the device type of `like` in a ``with`` block. Do nothing if autocast is not enabled."""
     kind = like.device.type
-    return torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+    enabled = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.autocast(kind, enabled=False) if enabled else nullcontext()
 
 
 def current_autocast(device: str) -> Callable[[], AbstractContextManager[Any]]:

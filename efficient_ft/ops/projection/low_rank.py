@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from efficient_ft.ops.autocast import to_autocast_dtype
+from efficient_ft.ops.autocast import autocast_disabled, to_autocast_dtype
 from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.projection import kernels
 from efficient_ft.ops.projection.projection import Constants, Projection, SubsetProjection
@@ -75,7 +75,7 @@ class _LowRankLinear(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection, read, fused)
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_disabled(x):
             return F.linear(x, weight, bias)
 
     @staticmethod
@@ -100,7 +100,7 @@ class _LowRankConv1x1(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, projection: Projection, read: Any, fused: bool
     ) -> Tensor:
         _save(ctx, x.flatten(2).transpose(1, 2), weight, projection, read, fused)
-        with torch.autocast(x.device.type, enabled=False):
+        with autocast_disabled(x):
             return F.conv2d(x, weight, bias)
 
     @staticmethod

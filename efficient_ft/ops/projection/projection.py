@@ -196,7 +196,7 @@ class Projection:
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
         """Compute the coefficients (B, R, C) of tokens (B, N, C). The result is contiguous."""
         if constants.gather is None:
-            return torch.matmul(constants.matrices[0], x_BNC)
+            return _multiply_each(constants.matrices[0], x_BNC)
         return self._multiply(constants.matrices[::2], x_BNC.index_select(1, constants.gather))
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
@@ -204,7 +204,7 @@ class Projection:
         if constants.scatter is None:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
-            return torch.matmul(constants.matrices[1].T, x_BRC)
+            return _multiply_each(constants.matrices[1].t(), x_BRC)
         matrices = [matrix.T for matrix in constants.matrices[1::2]]
         x_BNC = self._multiply(matrices, x_BRC).index_select(1, constants.scatter)
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
@@ -273,6 +273,11 @@ class SubsetProjection:
         """Compute tokens (B, N, C) from coefficients (B, R, C)."""
         assert not channels_first
         return torch.matmul(constants.matrices[1], x_BRC)
+
+
+def _multiply_each(matrix: Tensor, x: Tensor) -> Tensor:
+    """Multiply each matrix of x (B, n, C) by `matrix` (m, n), as ``torch.matmul`` with fewer operations."""
+    return torch.bmm(matrix.expand(len(x), *matrix.shape), x)
 
 
 def _group(tiles: list[Tile]) -> list[Group]:

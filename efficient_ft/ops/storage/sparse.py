@@ -7,6 +7,7 @@ the budget.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -48,6 +49,7 @@ def uses_sampling(kept: int, n: int) -> bool:
     return n > SUBSAMPLE and kept < n
 
 
+@functools.lru_cache(4096)
 def subsample_stride(n: int) -> int:
     """Return the distance between consecutive sampled values in a row with n values.
 
