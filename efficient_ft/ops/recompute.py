@@ -50,16 +50,25 @@ def recompute(
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    def call(x: Tensor, *tensors: Tensor) -> tuple[TreeSpec, list[Any]]:
+    # Without tensors, the arguments are used directly. Otherwise, this function must not reference the tensors.
+    plain = None if tensors else (others, keywords)
+
+    def with_tensors(tensors: Sequence[Tensor]) -> Any:
         arguments = list(fixed)
         for i, tensor in zip(at, tensors, strict=True):
             arguments[i] = tensor
-        others, keywords = tree_unflatten(arguments, form)
-        results, result_form = tree_flatten(function(x, *others, **keywords))
+        return tree_unflatten(arguments, form)
+
+    def call(x: Tensor, *tensors: Tensor) -> tuple[TreeSpec | None, list[Any]]:
+        others, keywords = plain or with_tensors(tensors)
+        result = function(x, *others, **keywords)
+        if isinstance(result, Tensor):
+            return None, [result]
+        results, result_form = tree_flatten(result)
         return result_form, results
 
     result_form, *results = _Recompute.apply(call, len(tensors), packer, context, x, *tensors, *parameters)
-    return tree_unflatten(results, result_form)
+    return results[0] if result_form is None else tree_unflatten(results, result_form)
 
 
 class _Recompute(torch.autograd.Function):
@@ -68,14 +77,14 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        call: Callable[..., tuple[TreeSpec, list[Any]]],
+        call: Callable[..., tuple[TreeSpec | None, list[Any]]],
         count: int,
         packer: Packer,
         context: PackContext,
         x: Tensor,
         *others: Tensor,
     ) -> tuple[Any, ...]:
-        """Return the tree structure and the leaves of the result.
+        """Return the tree structure and the leaves of the result. A single tensor has the structure None.
 
         The first `count` tensors of `others` are arguments of the function. The remaining tensors are parameters.
         """

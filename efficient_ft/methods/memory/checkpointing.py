@@ -6,6 +6,7 @@ is not part of the paper.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -43,7 +44,8 @@ class _RecomputedForward(MemoryForward):
     @torch.compiler.disable  # The forward pass also runs inside the backward pass.
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         module = self.module
-        parameters = _trained_parameters(module)
+        modules = _modules(module)
+        parameters = _trained_parameters(modules)
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
@@ -52,16 +54,15 @@ class _RecomputedForward(MemoryForward):
         name = packing.begin_call(self.name)
         place = PackContext(name, x.shape[0], packing.ranges, packing.overflow, noise=packing.noise)
         x, tokens = pop_tokens(x)
-        return recompute(self._run, x, (tokens, *others), keywords, parameters, self.packer, place)
+        return recompute(partial(self._run, modules), x, (tokens, *others), keywords, parameters, self.packer, place)
 
-    def _run(self, x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
-        module = self.module
+    def _run(self, modules: list[nn.Module], x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
         x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # This is the first run, in the forward pass.
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
-        moving = [m for m in _modules(module) if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
+        moving = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
         counts = [None if count is None else count.clone() for _, count in before]
         for m in moving:
@@ -89,10 +90,10 @@ def _modules(module: nn.Module) -> list[nn.Module]:
     return queue
 
 
-def _trained_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `module` that require a gradient. Shared parameters appear once."""
-    every = (p for m in _modules(module) for p in m._parameters.values() if p is not None and p.requires_grad)
-    return list({id(p): p for p in every}.values())
+def _trained_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
+    """Return the parameters of modules that require a gradient. Shared parameters appear once."""
+    found = {id(p): p for m in modules for p in m._parameters.values() if p is not None and p.requires_grad}
+    return list(found.values())
 
 
 @register

@@ -127,7 +127,7 @@ def group_pack(x: Tensor, bits: int, length: int, seed: Tensor | None) -> tuple[
 def group_unpack(codes: Tensor, ranges: Tensor, n: int, bits: int, dtype: torch.dtype) -> Tensor:
     """Compute `ops.storage.group_unpack`."""
     codes, ranges = codes.contiguous(), ranges.float()
-    groups, length = len(codes), codes.shape[1] * 8 // bits
+    groups, length = codes.shape[0], codes.shape[1] * 8 // bits
     half = dtype == torch.bfloat16
     x = torch.empty(n, dtype=dtype if half else torch.float32)
     addresses = [t.data_ptr() for t in (codes, ranges, x)]
