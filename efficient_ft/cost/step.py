@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from efficient_ft.core.errors import SettingError
+from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
 from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
@@ -228,7 +229,7 @@ class TrainingStep:
         generator = torch.Generator().manual_seed(0)
         inputs, labels = spec.example(spec.batch_size, generator)
         self.inputs, self.labels = moved(inputs, self.device), labels.to(self.device)
-        self.steps = first_step
+        self.steps, self._first = first_step, True
         self._loss: Tensor | None = None
         self._build_optimizer = build_optimizer
         self._replace = replace or nullcontext
@@ -256,10 +257,18 @@ class TrainingStep:
         self._loss = None
 
     def update(self) -> None:
-        """Clip the gradient, run the optimizer step, end the training step, and set the gradients to None."""
+        """Clip the gradient, run the optimizer step, end the training step, and set the gradients to None.
+
+        The first update also returns freed memory to the system before the optimizer step. The first forward and
+        backward passes leave free blocks that later steps do not reuse, for example those of compilers. In addition,
+        the optimizer state would reuse resident blocks that are larger than its tensors.
+        """
         assert self._optimizer is not None
         if self.spec.grad_clip_norm is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.spec.grad_clip_norm)
+        if self._first:
+            release_freed_memory()
+            self._first = False
         self._optimizer.step()
         self.methods.end()
         self._optimizer.zero_grad(set_to_none=True)

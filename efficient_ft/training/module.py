@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.core.errors import DivergedError
 from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
@@ -84,6 +85,8 @@ class FineTuner(L.LightningModule):
         self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
         self.task = kind_of(config).task_of(config)
+        #: True until the first optimizer step of this process.
+        self._first = True
         # The metrics are registered as submodules, so that Lightning moves them to the device.
         self.scores: Any = nn.ModuleList(self.task.scores(n) for n in counts)
         self.eval_loss: Any = nn.ModuleList(MeanLoss() for _ in counts)
@@ -173,6 +176,11 @@ class FineTuner(L.LightningModule):
         self._unread.append((own if self._elsewhere is None else own + self._elsewhere, self._weight))
         if loss.device.type == "cpu" or len(self._unread) >= READ_EVERY:
             self.read_losses(self.trainer.fit_loop.batch_idx)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self._first:  # see `TrainingStep.update`
+            release_freed_memory()
+            self._first = False
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # All callbacks have already used the gradients. Lightning would free the gradients only after the next forward

@@ -52,6 +52,15 @@ def test_the_state_of_an_optimizer_has_its_moments(build: type[torch.optim.Optim
     assert step.optimizer_bytes == moments * 4 * trained + counters
 
 
+def test_the_first_step_returns_freed_memory_to_the_system(monkeypatch: pytest.MonkeyPatch):
+    released: list[int] = []
+    step = TrainingStep(nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 7)), [], StepSpec(2, (8, 8)), first_step=3)
+    monkeypatch.setattr("efficient_ft.cost.step.release_freed_memory", lambda: released.append(step.optimizer_bytes))
+    for _ in range(3):
+        step()
+    assert released == [0]  # once, before the optimizer state is created
+
+
 def test_the_state_of_a_tensor_subclass_is_that_of_its_parts():
     from torch.testing._internal.two_tensor import TwoTensor
 

@@ -87,6 +87,15 @@ def test_a_step_of_several_micro_batches_is_one_step(tmp_path: Path, configurati
     assert memory["counted_bytes"] == 6 + memory["optimizer_bytes"] + 4 * results["trainable_parameters"]
 
 
+def test_the_first_step_of_a_run_returns_freed_memory_to_the_system(
+    tmp_path: Path, configuration: Any, without_cost: None, monkeypatch: pytest.MonkeyPatch
+):
+    released: list[int] = []
+    monkeypatch.setattr("efficient_ft.training.module.release_freed_memory", lambda: released.append(1), raising=True)
+    run(configuration(trainer__grad_accum_steps=3, trainer__epochs=1), tmp_path / "run")
+    assert released == [1]
+
+
 def test_gradients_are_counted_where_they_outlive_a_micro_batch():
     network = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
     network[0].requires_grad_(False)
