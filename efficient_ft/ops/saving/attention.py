@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from efficient_ft.ops.attention import attention_gradients, attention_output, supports_attention
+from efficient_ft.ops.attention import (
+    attention_gradients,
+    attention_output,
+    attention_weights,
+    supports_attention,
+)
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.saving.mode import PackedOperations
 from efficient_ft.ops.saving.products import matmul, product
@@ -143,13 +148,10 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        scores = _scaled_product(q, k.mT, scale)
-        if bias is not None:
-            scores += bias
-        p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
-        if bias is not None:  # torch returns zeros for fully masked queries
-            p.masked_fill_(_masked_out(bias), 0)
-        del scores
+        if bias is None and supports_attention(q, k, v):
+            p = attention_weights(q, k, scale)
+        else:
+            p = _attention_weights(q, k, scale, bias)
         y = p @ v
         of_q, of_k = ctx.needs_input_grad[1:3]
         packer = mode.policy.attention
@@ -178,6 +180,23 @@ class _Attention(torch.autograd.Function):
         return None, *(None if t is None else t.to(d) for t, d in zip(found, ctx.types, strict=True)), None, None
 
 
+def _attention_weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """Compute softmax(q kᵀ · scale + bias) for q and k (..., N, D).
+
+    If the product has a dtype with 16 bits, its rounding errors are added, because torch's fused attention also
+    computes the softmax from float32 scores.
+    """
+    product = scores = _scaled_product(q, k.mT, scale)
+    if product.dtype.itemsize == 2:
+        scores = product.float().add_(_scaled_product(q, k.mT, scale, product))
+    if bias is not None:
+        scores += bias
+    p = torch.softmax(scores, -1).to(product.dtype)
+    if bias is not None:  # torch returns zeros for fully masked queries
+        p.masked_fill_(_masked_out(bias), 0)
+    return p
+
+
 def _masked_out(mask: Tensor) -> Tensor:
     """Return a boolean mask (..., N, 1) of the queries for which `mask` (..., N, M) excludes every key."""
     if mask.dtype == torch.bool:
@@ -185,10 +204,14 @@ def _masked_out(mask: Tensor) -> Tensor:
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
-def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b for a (..., n, k) and b (..., k, m) in one kernel."""
+def _scaled_product(a: Tensor, b: Tensor, scale: float, rounded: Tensor | None = None) -> Tensor:
+    """Compute scale · a b for a (..., n, k) and b (..., k, m) in one kernel.
+
+    If `rounded` (..., n, m) is given, compute the rounding errors scale · a b - rounded instead.
+    """
     batch = a.shape[:-2]
-    y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
+    start = a.new_empty(1, 1, 1) if rounded is None else rounded.flatten(0, -3)
+    y = torch.baddbmm(start, a.flatten(0, -3), b.flatten(0, -3), beta=0 if rounded is None else -1, alpha=scale)
     return y.view(*batch, *y.shape[1:])
 
 
