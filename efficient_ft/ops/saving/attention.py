@@ -37,11 +37,13 @@ _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax that saves its output. The output is 0 where `masked_out` is True."""
+    """Softmax that saves its output. The output has the dtype `dtype`, and is 0 where `masked_out` is True."""
 
     @staticmethod
-    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
-        p = torch.softmax(x, dim)
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, dim: int, dtype: torch.dtype, masked_out: Tensor | None = None
+    ) -> Tensor:
+        p = torch.softmax(x, dim).to(dtype)
         if masked_out is not None:
             p.masked_fill_(masked_out, 0)
         save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True, role="output"))
@@ -55,15 +57,16 @@ class _Softmax(torch.autograd.Function):
         if ctx.zero_sum:  # the values of a packed p do not sum to 1
             total = p.sum(ctx.dim, keepdim=True)
             g_x = p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))
-            return None, g_x.to(ctx.type), None, None
-        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None
+            return None, g_x.to(ctx.type), None, None, None
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None, None
 
 
 @packs(torch.softmax, Tensor.softmax)
 def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
     if dim is None or not mode.supports(input):
         return NotImplemented
-    p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
+    x = to_single_precision(input) if dtype is None else input.to(dtype)
+    p = _Softmax.apply(mode, x, dim, x.dtype)
     return as_kept(mode, p, mode.policy.attention, heads=1, cast=False)
 
 
@@ -245,19 +248,26 @@ def _attention(
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
     # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
-    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rounds = query.dtype.itemsize == 2 and not mode.policy.forward
+    query = (query if rounds else query * scale).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
     scores = matmul(mode, query, key.mT)
     if scores is NotImplemented:
         return NotImplemented
+    dtype = scores.dtype
+    if rounds:  # see `_attention_weights`
+        with torch.no_grad():
+            rounding_errors = _scaled_product(query, key.mT, 1.0, scores)
+        scores = (scores.float() + rounding_errors) * scale
     masked_out = None
     if attn_mask is not None:
         masked_out = _masked_out(attn_mask)  # torch returns zeros for fully masked queries
         excluded = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
         scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
     mode.begin("softmax")
-    p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
+    p = _Softmax.apply(mode, to_single_precision(scores), -1, dtype, masked_out)
     p = as_kept(mode, p, mode.policy.attention, heads=1, cast=False).to(value.dtype)
     mode.begin("values")
     return product(mode, F.dropout(p, dropout_p), value)

@@ -68,7 +68,7 @@ def test_mixed_precision_gives_gradients_of_the_parameters_type_near_the_plain_o
         assert off < 2 * plainly_off
 
 
-@pytest.mark.parametrize("form", ["plain", "biased", "three dimensions"])
+@pytest.mark.parametrize("form", ["plain", "biased", "three dimensions", "dropout"])
 def test_errors_of_unfused_attention_in_bf16_are_at_most_those_of_fused_attention(form):
     generator = torch.Generator().manual_seed(0)
     inputs = [torch.randn(2, 3, 50, 32, generator=generator).bfloat16() for _ in range(3)]
@@ -77,13 +77,15 @@ def test_errors_of_unfused_attention_in_bf16_are_at_most_those_of_fused_attentio
     if form == "three dimensions":
         inputs = [t.flatten(0, 1) for t in inputs]
 
+    def unfused(*args: Tensor | None) -> Tensor:
+        return packed(lambda *args: attention(*args, 1e-12 if form == "dropout" else 0.0), args, everywhere(Dense()))
+
     def errors(function: Callable[..., Tensor]) -> list[float]:
         found = [output_and_gradients(f, inputs, bias, dtype) for f, dtype in ((function, half), (attention, exact))]
         return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
 
     half, exact = torch.bfloat16, torch.float64
-    unfused = errors(lambda *args: packed(attention, args, everywhere(Dense())))
-    for off, plainly_off in zip(unfused, errors(attention), strict=True):
+    for off, plainly_off in zip(errors(unfused), errors(attention), strict=True):
         assert off < 1.4 * plainly_off
         assert off < 0.01
 
