@@ -12,6 +12,7 @@ import yaml
 
 from docsgen import ROOT
 from docsgen.markdown import block, table
+from docsgen.records import load
 from efficient_ft.papers.published import published_table
 from efficient_ft.record.study import NEAR, Records, shown, test_accuracy
 from efficient_ft.report import studies
@@ -200,6 +201,21 @@ def over_precisions(fp32: str, bf16: str, *rows: str) -> str:
         for row in rows
     }
     return _precisions_table(runs)
+
+
+@block
+def precisions_of_digits() -> str:
+    """Compare the methods in the record of ``scripts/precision.py`` in both precisions."""
+    return _precisions_table(_digits())
+
+
+def _digits() -> dict[str, list[dict[int, float]]]:
+    """Return the accuracies in fp32 and in bf16 for each row of the record of ``scripts/precision.py``, by seed."""
+    runs: dict[str, list[dict[int, float]]] = {}
+    for run in load("precision")["runs"]:
+        of = runs.setdefault(run["row"], [{}, {}])[run["precision"] == "bf16"]
+        of[run["seed"]] = run["accuracy"]
+    return runs
 
 
 def precision_differences(name: str, *without: str) -> list[float]:
