@@ -104,6 +104,7 @@ def main() -> None:
     assert digits.test is not None
     small = pixels(digits.test.images), torch.from_numpy(digits.test.labels)
     large = pixels(digits.train.images), torch.from_numpy(digits.train.labels)
+    torch.manual_seed(0)
     base: Any = create_model(ModelConfig(name="vit_digits", pretrained=False), 10)
     full = m.Full()
     train(base, [full], (-large[0].transpose(2, 3), large[1]), 2e-3, 3, 0, "fp32")
