@@ -23,6 +23,7 @@ from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.task.metrics import MeanLoss
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.output.console import say
 
@@ -297,7 +298,7 @@ class FineTuner(L.LightningModule):
         images, labels, *more = batch
         if self.tasks is not None:
             self.tasks.active = self.tasks.names[dataloader_idx]
-        with self._input(images, more) as x:
+        with self._input(images, more) as x, last_layer_in_fp32(self.model):
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, self.task.predicted(logits), labels)

@@ -100,7 +100,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
         ("memory_process",),
     ),
     "memory-gpu": ("memory_gpu", "step time peak", ()),
-    "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time", ()),
+    "gigabyte": ("gigabyte", "parameters saved-1 optimizer above time saved-1@bf16 above@bf16 time@bf16", ()),
     "gradient": ("gradient", "saved error cosine-mean cosine-range", ()),
     "overhead": ("overhead", "operations operations-forward operations-backward calls", ("overhead",)),
     "low-rank-step": (

@@ -12,6 +12,7 @@ import yaml
 
 from docsgen import ROOT
 from docsgen.markdown import block, table
+from docsgen.records import load
 from efficient_ft.papers.published import published_table
 from efficient_ft.record.study import NEAR, Records, shown, test_accuracy
 from efficient_ft.report import studies
@@ -162,30 +163,80 @@ def _at(name: str, row: str, value: float) -> dict[str, Any] | None:
 
 
 @block
-def by_precision(name: str, *rows: str) -> str:
-    """Show the test accuracy of the same run in fp32 and in bf16."""
-    of = records(name)
-    runs = {
-        (run["row"], run["value"], run["seed"]): run
-        for run in of.runs
-        if "trainer.precision=bf16" in run["settings"] and "accuracy" in run
-    }
-    bf16 = lambda row: runs.get((row, of.best_value(row), of.study.tune.seed))  # noqa: E731
-    return _runs_table(rows, {"fp32, %": lambda row: of.finished(row)[0], "bf16, %": bf16})
+def by_precision(*names_and_groups: str) -> str:
+    """Compare all runs of some rows in bf16 with the runs in fp32 that have the same settings and seed.
+
+    The arguments are the names of studies, followed by groups of rows: ``GROUP=ROW,...``.
+    """
+    names = [name for name in names_and_groups if "=" not in name]
+    lines = []
+    for group, _, rows in (argument.partition("=") for argument in names_and_groups[len(names) :]):
+        found = [d for name in names for row, d in _differences(name) if row in rows.split(",")]
+        cells = [str(len(found)), mean_and_error(found), f"{statistics.stdev(found):.1f}"]
+        lines.append([group.replace("_", " "), ", ".join(f"`{row}`" for row in rows.split(",")), *cells])
+    return table(["methods", "rows", "pairs", "difference, points", "standard deviation"], lines, left=2)
+
+
+@cache
+def _differences(name: str) -> list[tuple[str, float]]:
+    """Return the row and the difference of accuracy (bf16 - fp32) for each pair of runs of a study.
+
+    Runs in bf16 can also be records of the study with the same name and the suffix ``_bf16``.
+    """
+    both = [name, f"{name}_bf16"] if (ROOT / "results" / f"{name}_bf16").is_dir() else [name]
+    runs: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for run in (run for of in both for run in records(of).runs if "accuracy" in run):
+        settings = [one for one in run["settings"] if not one.startswith("trainer.precision=")]
+        (precision,) = set(run["settings"]) - set(settings)
+        runs.setdefault(tuple(settings), {})[precision.partition("=")[2]] = run
+    pairs = [of for of in runs.values() if of.keys() == {"fp32", "bf16"}]
+    return [(of["fp32"]["row"], test_accuracy(of["bf16"]) - test_accuracy(of["fp32"])) for of in pairs]
 
 
 @block
 def over_precisions(fp32: str, bf16: str, *rows: str) -> str:
     """Compare two studies that differ only in the precision, over their common seeds."""
+    runs = {
+        row: [{one["seed"]: test_accuracy(one) for one in records(of).finished(row)} for of in (fp32, bf16)]
+        for row in rows
+    }
+    return _precisions_table(runs)
+
+
+@block
+def precisions_of_digits() -> str:
+    """Compare the methods in the record of ``scripts/precision.py`` in both precisions."""
+    return _precisions_table(_digits())
+
+
+def _digits() -> dict[str, list[dict[int, float]]]:
+    """Return the accuracies in fp32 and in bf16 for each row of the record of ``scripts/precision.py``, by seed."""
+    runs: dict[str, list[dict[int, float]]] = {}
+    for run in load("precision")["runs"]:
+        of = runs.setdefault(run["row"], [{}, {}])[run["precision"] == "bf16"]
+        of[run["seed"]] = run["accuracy"]
+    return runs
+
+
+def precision_differences(name: str, *without: str) -> list[float]:
+    """Return the differences of accuracy (bf16 - fp32) in a study, without some rows."""
+    return [difference for row, difference in _differences(name) if row not in without]
+
+
+def mean_and_error(differences: Sequence[float]) -> str:
+    """Return the mean of differences and its standard error."""
+    mean, error = statistics.fmean(differences), statistics.stdev(differences) / len(differences) ** 0.5
+    return f"{round(mean, 1) + 0.0:+.1f} ± {error:.1f}".replace("-", "−")  # no −0.0
+
+
+def _precisions_table(runs: dict[str, list[dict[int, float]]]) -> str:
+    """Return a table of accuracies in fp32 and in bf16, which `runs` contains for each row by seed."""
     lines = []
-    for row in rows:
-        accuracies = [{one["seed"]: test_accuracy(one) for one in records(of).finished(row)} for of in (fp32, bf16)]
+    for row, accuracies in runs.items():
         seeds = sorted(accuracies[0].keys() & accuracies[1].keys())
         exact, half = ([of[seed] for seed in seeds] for of in accuracies)
-        differences = [b - a for a, b in zip(exact, half, strict=True)]
-        error = statistics.stdev(differences) / len(seeds) ** 0.5
         spreads = [f"{statistics.fmean(of):.1f} ± {statistics.stdev(of):.1f}" for of in (exact, half)]
-        difference = f"{statistics.fmean(differences):+.1f} ± {error:.1f}".replace("-", "−")
+        difference = mean_and_error([b - a for a, b in zip(exact, half, strict=True)])
         lines.append([f"`{row}`", *spreads, str(len(seeds)), difference])
     return table(["row", "fp32, %", "bf16, %", "seeds", "difference, points"], lines)
 

@@ -74,4 +74,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "curve-faster": lambda *recipes: f"{_curve(*recipes)[0]:.1f}",
     "curve-points": lambda *recipes: _signed(_curve(*recipes)[1], form="+.1f")[0],
     "default-job": _default_job,
+    # accuracy in bf16 minus accuracy in fp32: STUDY [ROW...], without these rows
+    "precision-difference": lambda *of: studies.mean_and_error(studies.precision_differences(*of)),
+    "precision-pairs": lambda *of: str(len(studies.precision_differences(*of))),
 }

@@ -1,9 +1,9 @@
-"""Attention in bfloat16 on a CPU for the backward pass: its output, and the gradients of q, k and v.
+"""Attention in bfloat16 on a CPU: the attention weights, the output, and the gradients of q, k and v.
 
-torch's fused attention computes both three times more slowly, because its small products do not use the bfloat16 units
-of the processor. The products here are batched products of torch. Scores are computed in two parts, the rounded scores
-and their rounding errors, so that the softmax is as accurate as with float32 scores. A part of the attention matrices
-is computed at a time, and none of these matrices is stored.
+torch's fused attention computes the output and the gradients three times more slowly, because its small products do not
+use the bfloat16 units of the processor. The products here are batched products of torch. Scores are computed in two
+parts, the rounded scores and their rounding errors, so that the softmax is as accurate as with float32 scores. The
+output and the gradients are computed for a part of the attention weights at a time, and the weights are not stored.
 
 A kernel compiled by numba computes the softmax and its gradient in one pass. If numba is not installed, torch's
 operations are used.
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from efficient_ft.ops.optional import optional_module
 from efficient_ft.ops.storage.kernels.cpu import run_in_threads
 
-__all__ = ["attention_gradients", "attention_output", "supports_attention"]
+__all__ = ["attention_gradients", "attention_output", "attention_weights", "supports_attention"]
 
 _AT_A_TIME = 1 << 20  # number of scores that are computed at a time; a tensor of bfloat16 scores has 2 MiB
 _ROWS = 32  # number of rows that a thread processes at a time
@@ -44,6 +44,18 @@ def supports_attention(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and t.numel() > 0
         for t in (q, k, v)
     )
+
+
+def attention_weights(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """Compute softmax(q kᵀ · scale) for q (B, H, N, D) and k (B, H, M, D) in bfloat16. The result is (B, H, N, M).
+
+    `supports_attention` must return True for q, k and the values.
+    """
+    p = q.new_empty(*q.shape[:3], k.shape[2])
+    for (_, rests, _), (q_part, k_part, p_part) in _parts(q, k, p):
+        _score(q_part, k_part, scale, p_part, rests)
+        _softmax(p_part, rests, compiled=True)
+    return p
 
 
 def attention_output(q: Tensor, k: Tensor, v: Tensor, scale: float, compiled: bool = True) -> Tensor:

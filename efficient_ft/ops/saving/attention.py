@@ -14,7 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from efficient_ft.ops.attention import attention_gradients, attention_output, supports_attention
+from efficient_ft.ops.attention import (
+    attention_gradients,
+    attention_output,
+    attention_weights,
+    supports_attention,
+)
 from efficient_ft.ops.autocast import to_single_precision
 from efficient_ft.ops.first_order import first_order
 from efficient_ft.ops.saving.mode import PackedOperations
@@ -35,11 +40,13 @@ _MULTI_HEAD_ATTENTION = inspect.signature(F.multi_head_attention_forward)
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax that saves its output. The output is 0 where `masked_out` is True."""
+    """Softmax that saves its output. The output has the dtype `dtype`, and is 0 where `masked_out` is True."""
 
     @staticmethod
-    def forward(ctx: Any, mode: PackedOperations, x: Tensor, dim: int, masked_out: Tensor | None = None) -> Tensor:
-        p = torch.softmax(x, dim)
+    def forward(
+        ctx: Any, mode: PackedOperations, x: Tensor, dim: int, dtype: torch.dtype, masked_out: Tensor | None = None
+    ) -> Tensor:
+        p = torch.softmax(x, dim).to(dtype)
         if masked_out is not None:
             p.masked_fill_(masked_out, 0)
         save(ctx, mode.keep(p, mode.policy.attention, None, 1, result=True, role="output"))
@@ -53,15 +60,16 @@ class _Softmax(torch.autograd.Function):
         if ctx.zero_sum:  # the values of a packed p do not sum to 1
             total = p.sum(ctx.dim, keepdim=True)
             g_x = p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))
-            return None, g_x.to(ctx.type), None, None
-        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None
+            return None, g_x.to(ctx.type), None, None, None
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None, None
 
 
 @packs(torch.softmax, Tensor.softmax)
 def _softmax(mode: PackedOperations, input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Any:
     if dim is None or not mode.supports(input):
         return NotImplemented
-    p = _Softmax.apply(mode, to_single_precision(input) if dtype is None else input.to(dtype), dim)
+    x = to_single_precision(input) if dtype is None else input.to(dtype)
+    p = _Softmax.apply(mode, x, dim, x.dtype)
     return as_kept(mode, p, mode.policy.attention, heads=1, cast=False)
 
 
@@ -196,14 +204,28 @@ def unfused_attention(
     """Return contiguous q, k and v, the output p of the softmax, and p v."""
     # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    scores = _scaled_product(q, k.mT, scale)
+    if bias is None and supports_attention(q, k, v):
+        p = attention_weights(q, k, scale)
+    else:
+        p = _attention_weights(q, k, scale, bias)
+    return q, k, v, p, p @ v
+
+
+def _attention_weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
+    """Compute softmax(q kᵀ · scale + bias) for q and k (..., N, D).
+
+    If the product has a dtype with 16 bits, its rounding errors are added, because torch's fused attention also
+    computes the softmax from float32 scores.
+    """
+    product = scores = _scaled_product(q, k.mT, scale)
+    if product.dtype.itemsize == 2:
+        scores = product.float().add_(_scaled_product(q, k.mT, scale, product))
     if bias is not None:
         scores += bias
-    p = torch.softmax(to_single_precision(scores), -1).to(scores.dtype)
+    p = torch.softmax(scores, -1).to(product.dtype)
     if bias is not None:  # torch returns zeros for fully masked queries
         p.masked_fill_(_masked_out(bias), 0)
-    del scores
-    return q, k, v, p, p @ v
+    return p
 
 
 def unfused_attention_backward(
@@ -228,10 +250,14 @@ def _masked_out(mask: Tensor) -> Tensor:
     return mask.detach().amax(-1, keepdim=True) == -torch.inf
 
 
-def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute scale · a b for a (..., n, k) and b (..., k, m) in one kernel."""
+def _scaled_product(a: Tensor, b: Tensor, scale: float, rounded: Tensor | None = None) -> Tensor:
+    """Compute scale · a b for a (..., n, k) and b (..., k, m) in one kernel.
+
+    If `rounded` (..., n, m) is given, compute the rounding errors scale · a b - rounded instead.
+    """
     batch = a.shape[:-2]
-    y = torch.baddbmm(a.new_empty(1, 1, 1), a.flatten(0, -3), b.flatten(0, -3), beta=0, alpha=scale)
+    start = a.new_empty(1, 1, 1) if rounded is None else rounded.flatten(0, -3)
+    y = torch.baddbmm(start, a.flatten(0, -3), b.flatten(0, -3), beta=0 if rounded is None else -1, alpha=scale)
     return y.view(*batch, *y.shape[1:])
 
 
@@ -265,19 +291,26 @@ def _attention(
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
     # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
-    query = (query * (query.shape[-1] ** -0.5 if scale is None else scale)).contiguous()
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    rounds = query.dtype.itemsize == 2 and not mode.policy.forward
+    query = (query if rounds else query * scale).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
     scores = matmul(mode, query, key.mT)
     if scores is NotImplemented:
         return NotImplemented
+    dtype = scores.dtype
+    if rounds:  # see `_attention_weights`
+        with torch.no_grad():
+            rounding_errors = _scaled_product(query, key.mT, 1.0, scores)
+        scores = (scores.float() + rounding_errors) * scale
     masked_out = None
     if attn_mask is not None:
         masked_out = _masked_out(attn_mask)  # torch returns zeros for fully masked queries
         excluded = attn_mask.logical_not() if attn_mask.dtype == torch.bool else None
         scores = scores + attn_mask if excluded is None else scores.masked_fill(excluded, -torch.inf)
     mode.begin("softmax")
-    p = _Softmax.apply(mode, to_single_precision(scores), -1, masked_out)
+    p = _Softmax.apply(mode, to_single_precision(scores), -1, dtype, masked_out)
     p = as_kept(mode, p, mode.policy.attention, heads=1, cast=False).to(value.dtype)
     mode.begin("values")
     return product(mode, F.dropout(p, dropout_p), value)

@@ -27,6 +27,7 @@ from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.task import Task, moved
+from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.trainer import use_channels_last
 
 #: The data of a run: one data set, or several data sets that are used in turn.
@@ -346,7 +347,8 @@ def scores(
 ) -> dict[str, float]:
     """Evaluate a network on at most `limit` batches (inputs, targets), and return the metrics of the task.
 
-    The network is moved to `device`. `precision` is ``fp32``, ``bf16`` or ``fp16``. ``bf16`` and ``fp16`` use autocast.
+    The network is moved to `device`. `precision` is ``fp32``, ``bf16`` or ``fp16``. ``bf16`` and ``fp16`` use autocast,
+    except for the last layer.
 
     Raises:
         UserError: If an output is not finite.
@@ -358,7 +360,8 @@ def scores(
     for number, (inputs, targets) in enumerate(loader):
         if number == limit:
             break
-        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+        autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
+        with autocast, last_layer_in_fp32(model):
             logits = task.evaluation_logits(model, moved(inputs, device))
         finite &= logits.isfinite().all()
         found.update(logits.float(), targets.to(device, non_blocking=True))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from efficient_ft.ops.saving import PackedOperations, PackingState
-from efficient_ft.ops.storage import EightBits, Sparse
+from efficient_ft.ops.storage import Dense, EightBits, Sparse
 from tests.ops.saving.cases import (
     EXACT,
     attention,
@@ -64,6 +66,36 @@ def test_mixed_precision_gives_gradients_of_the_parameters_type_near_the_plain_o
         assert a.dtype == t.dtype == torch.float32
         off, plainly_off = (((g - c).norm() / c.norm()).item() for g in (a, b))
         assert off < 2 * plainly_off
+
+
+@pytest.mark.parametrize("form", ["plain", "biased", "three dimensions", "dropout"])
+def test_errors_of_unfused_attention_in_bf16_are_at_most_those_of_fused_attention(form):
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(2, 3, 50, 32, generator=generator).bfloat16() for _ in range(3)]
+    inputs[0] *= 4  # large scores have large rounding errors
+    bias = torch.randn(2, 3, 50, 50, generator=generator).bfloat16() if form == "biased" else None
+    if form == "three dimensions":
+        inputs = [t.flatten(0, 1) for t in inputs]
+
+    def unfused(*args: Tensor | None) -> Tensor:
+        return packed(lambda *args: attention(*args, 1e-12 if form == "dropout" else 0.0), args, everywhere(Dense()))
+
+    def errors(function: Callable[..., Tensor]) -> list[float]:
+        found = [output_and_gradients(f, inputs, bias, dtype) for f, dtype in ((function, half), (attention, exact))]
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+
+    half, exact = torch.bfloat16, torch.float64
+    for off, plainly_off in zip(errors(unfused), errors(attention), strict=True):
+        assert off < 1.4 * plainly_off
+        assert off < 0.01
+
+
+def output_and_gradients(
+    function: Callable[..., Tensor], inputs: Sequence[Tensor], bias: Tensor | None, dtype: torch.dtype
+) -> list[Tensor]:
+    inputs = [t.to(dtype).requires_grad_() for t in inputs]
+    y = function(*inputs, None if bias is None else bias.to(dtype))
+    return [y.detach(), *gradients(y, inputs)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"normalized": True, "derived": True}, {"fused": Sparse(0.0)}])
