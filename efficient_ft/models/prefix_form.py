@@ -261,7 +261,7 @@ def _can_be_combined(module: nn.Module) -> bool:
     Methods may have replaced the class or the forward function only by one with the attribute `same_values`.
     """
     forward, kind = vars(module).get("forward"), type(module)
-    if forward is not None and not getattr(forward, "same_values", False):
+    if forward is not None and not getattr(getattr(forward, "__self__", None), "same_values", False):
         return False
     if kind in FROZEN.values() or _activation(module) is not None:
         return True

@@ -31,6 +31,7 @@ def refused(plain: dict[str, Any]) -> SettingError:
         ("trainer__epochs", 1.5, "trainer.epochs must be an integer >= 1, got 1.5."),
         ("trainer__epochs", "???",
          "trainer.epochs must be an integer >= 1, got nothing. The setting has no default. Pass trainer.epochs=VALUE."),
+        ("trainer__compile", "inductor", "trainer.compile must be true or false, got inductor."),
         ("trainer__progress", "yes", "trainer.progress must be true or false, got yes."),
         ("trainer__precision", "fp8", "trainer.precision must be one of auto, fp32, bf16, fp16, got fp8."),
         ("trainer__strategy", "fsdp",
