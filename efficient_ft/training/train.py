@@ -176,7 +176,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
         data: Any = run.data
         features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
-    compilation = CompileCallback() if config.trainer.compile else None
+    compilation = CompileCallback(totals.counts_every) if config.trainer.compile else None
     if compilation is not None:
         callbacks.append(compilation)
     if config.step_stats.interval:  # StepStats runs after `apply` prepares the step and before checkpoints are saved

@@ -15,12 +15,16 @@ class CompileCallback(L.Callback):
 
     Place this callback after `MethodCallback` and `FeatureCallback`. After the training, the network runs eagerly.
 
+    Args:
+        counts_every: n if the FLOPs of every n-th batch are counted, or None. Counted batches run eagerly.
+
     Attributes:
         blocks: the report, or None before the training.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, counts_every: int | None) -> None:
         self.blocks: CompiledBlocks | None = None
+        self._counts_every = counts_every
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage != "fit":
@@ -28,8 +32,15 @@ class CompileCallback(L.Callback):
         module: Any = pl_module
         prefix = getattr(module.features, "prefix", module.features)
         self.blocks = compile_blocks(module.model, () if prefix is None else prefix.parts, tell=say)
-        first = " The first steps take longer." if self.blocks.compiled else ""
-        say(f"torch.compile: {self.blocks} (trainer.compile=true).{first}")
+        say(f"torch.compile: {self.blocks} (trainer.compile=true).{self._note() if self.blocks.compiled else ''}")
+
+    def _note(self) -> str:
+        if self._counts_every is None:
+            return " The first steps take longer."
+        why = "because the cost of a step changes. Batches whose FLOPs are counted are not compiled"
+        if self._counts_every == 1:
+            return f" However, the FLOPs of every batch are counted, {why}, so compilation has no effect."
+        return f" The FLOPs of one of {self._counts_every} batches are counted, {why}. The first steps take longer."
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         module: Any = pl_module
