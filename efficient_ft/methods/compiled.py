@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import FunctionType
 from typing import Any
 
@@ -60,10 +61,10 @@ class CompiledForward(OwnForward):
 
     same_values = True
 
-    def __init__(self, module: nn.Module, name: str, compiler: _Compiler) -> None:
+    def __init__(self, module: nn.Module, compiler: _Compiler, frozen: bool) -> None:
         super().__init__(module)
-        self.name = name
         self._compiler: _Compiler | None = compiler
+        self._frozen = frozen  # if True, only calls that compute no gradients run compiled
         self._largest = 0
         self._parts = list(_with_state(module))
 
@@ -83,6 +84,8 @@ class CompiledForward(OwnForward):
         if x is None:
             x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.dim() or len(x) < self._largest:
+            return False
+        if self._frozen and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return False
         if any(_state(module) != state for module, state in self._parts):
             return False
@@ -123,9 +126,9 @@ class _Compiler:
         self._classes: dict[type[nn.Module], list[str]] = {}
         self._eager: set[type[nn.Module]] = set()
 
-    def add(self, block: nn.Module, name: str) -> CompiledForward:
+    def add(self, block: nn.Module, name: str, frozen: bool) -> CompiledForward:
         self._classes.setdefault(type(block), []).append(name)
-        return CompiledForward(block, name, self)
+        return CompiledForward(block, self, frozen)
 
     def __call__(self, forward: CompiledForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(forward.module) in self._eager:
@@ -169,8 +172,9 @@ def compile_blocks(
 ) -> CompiledBlocks:
     """Compile the blocks of `model` at their next calls in training.
 
-    Blocks remain eager if they contain a part whose class declares a reason (`OwnForward.not_compiled`). If a block is
-    recomputed in the backward pass, the code inside the recomputed part is compiled.
+    Blocks remain eager if they contain a part whose class declares a reason (`OwnForward.not_compiled`). However,
+    blocks with low-rank layers are compiled before the first trained parameter, because no gradient is computed there.
+    If a block is recomputed in the backward pass, the code inside the recomputed part is compiled.
 
     Args:
         model: network to which all methods are applied.
@@ -181,16 +185,19 @@ def compile_blocks(
     """
     report = CompiledBlocks()
     compiler = _Compiler(backend, report, tell)
+    below = _below(model)
     for name in view(model).blocks:
         block = model.get_submodule(name)
-        reason = _not_compiled(block)
+        reason, if_frozen = _not_compiled(block)
+        frozen = if_frozen and all(f"{name}.{parameter}" in below for parameter, _ in block.named_parameters())
+        reason = "" if frozen else reason
         if any(_contains(name, other) or _contains(other, name) for other in apart):
             reason = "frozen prefix"
         if reason:
             report.eager.setdefault(reason, []).append(name)
             continue
         report.compiled.append(name)
-        _put(block, compiler.add(block, name))
+        _put(block, compiler.add(block, name, frozen))
     return report
 
 
@@ -208,10 +215,20 @@ def _put(block: nn.Module, forward: CompiledForward) -> None:
         put_around(block, forward)
 
 
-def _not_compiled(block: nn.Module) -> str:
-    """Return the reason why a block is not compiled, or an empty string."""
-    parts = [part for module in block.modules() for part in (module, *forwards_of(module))]
-    return next(filter(None, (getattr(part, "not_compiled", "") for part in parts)), "")
+def _not_compiled(block: nn.Module) -> tuple[str, bool]:
+    """Return the reason why a block is not compiled, or an empty string, and whether it is compiled if it is frozen."""
+    parts: list[Any] = [part for module in block.modules() for part in (module, *forwards_of(module))]
+    parts = [part for part in parts if getattr(part, "not_compiled", "")]
+    if not parts:
+        return "", False
+    always = [part for part in parts if not getattr(part, "compiled_if_frozen", False)]
+    return str((always or parts)[0].not_compiled), not always
+
+
+def _below(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are registered before the first trained parameter."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, _ in takewhile(lambda pair: not pair[1].requires_grad, parameters)}
 
 
 def _contains(outer: str, inner: str) -> bool:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft.cost.run_flops import FlopsCounter
-from efficient_ft.methods import METHODS, Full, LastStage
-from efficient_ft.methods.base import plain_state_dict
+from efficient_ft.methods import LBPWHT, METHODS, Full, LastStage
+from efficient_ft.methods.base import apply_methods, plain_state_dict
 from efficient_ft.methods.compiled import CompiledBlocks, compile_blocks, run_eagerly
 from efficient_ft.testing import batch_of, model_of
 from tests.methods.settings import ROWS
@@ -202,6 +202,23 @@ def test_a_prefix_that_is_computed_in_another_way_is_not_compiled() -> None:
     report = compile_blocks(network, ["patch_embed", "blocks.0", "blocks.1.norm1"], backend="eager")
     assert report.eager == {"frozen prefix": ["blocks.0", "blocks.1"]}
     assert str(report) == "2 of 4 blocks compiled, not compiled: blocks 0–1 (frozen prefix)"
+
+
+@pytest.mark.parametrize("model", ["vit", "efficientformer"])
+def test_frozen_blocks_with_low_rank_layers_are_compiled(model: str) -> None:
+    found = []
+    for compiles in (False, True):
+        torch.compiler.reset()
+        network = model_of(model).train()
+        apply_methods(network, [LastStage(), LBPWHT(bases="l1", order=3)])
+        if compiles:
+            report = compile_blocks(network, backend="eager", tell=pytest.fail)
+        images, labels = batch_of(model, torch.float64)
+        F.cross_entropy(network(images), labels).backward()
+        found.append({n: p.grad for n, p in network.named_parameters() if p.grad is not None})
+    assert_same(found[1], found[0])
+    assert len(report.compiled) == 3
+    assert set(report.eager) == {"low-rank layers"}
 
 
 def test_without_a_compiler_the_blocks_run_eagerly_and_one_message_is_printed() -> None:
