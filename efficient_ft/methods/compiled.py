@@ -7,6 +7,7 @@ that counted costs and exported weights do not depend on compilation. Evaluation
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -116,6 +117,7 @@ class _Compiler:
     """
 
     def __init__(self, backend: str, report: CompiledBlocks, tell: Callable[[str], None]) -> None:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine may have CUDA but no GPU
         limits: Any = torch._dynamo.config  # a module that replaces itself
         limits.recompile_limit = max(limits.recompile_limit, _VERSIONS)
         # A new code object has its own compiled versions. Random numbers are the same as in eager mode.

@@ -91,6 +91,7 @@ def test_settings_that_exclude_each_other_are_refused() -> None:
         ({"model__name": "vit_digits", "model__pretrained": True}, "model.pretrained"),
         ({"trainer__precision": "fp16", "trainer__accelerator": "cpu"}, "trainer.precision"),
         ({"trainer__precision": "fp32", "trainer__weight_dtype": "bf16"}, "trainer.weight_dtype"),
+        ({"trainer__compile": True, "memory": "4GB"}, "trainer.compile"),
         ({"model__mean": [0.5, 0.5, 0.5], "model__std": [0.5]}, "model.std"),
         ({"data__augment__name": "none", "data__augment__resize": 256}, "data.augment.resize"),
         ({"optim__name": "sgd", "optim__betas": [0.5, 0.9]}, "optim.betas"),
