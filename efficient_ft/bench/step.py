@@ -21,8 +21,12 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.cost import StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.compiled import CompiledForward, compile_blocks
+from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.prefix import FrozenPrefix
+from efficient_ft.models.prefix_form import Form
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import TASKS
 from efficient_ft.training.costs import step_spec
@@ -71,6 +75,9 @@ class PartsTimer:
         if first is None or first == 0:
             return None
         name = order[first][0]
+        # A hook inside a compiled block would disable its compilation.
+        blocks = [block for block in _ancestors(name) if _is_compiled(self.step.model.get_submodule(block))]
+        name = blocks[0] if blocks else name
         return name if name in dict(self._plain.named_modules()) else None
 
     def _enter(self, *_: Any) -> None:
@@ -111,6 +118,15 @@ class _PrefixEnds(Exception):
     """Exception that ends the forward pass of the plain model at the end of the prefix."""
 
 
+def _ancestors(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(1, len(parts))]
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return any(isinstance(forward, CompiledForward) for forward in forwards_of(module))
+
+
 def _trains(module: nn.Module) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=False))
 
@@ -146,10 +162,15 @@ def measure_steps(
         first = {precision: name for name, precision in reversed(precisions.items())}
         baselines = {name: first[precision] for name, precision in precisions.items()}
         result = summary(alternate(calls, rounds, warmup), baselines)
+    compiled: list[str] = []
     for name, step in steps.items():
+        if "compiled" in counts[name]:
+            counts[name]["compiled"] = str(counts[name]["compiled"])
+            compiled.append(f"{name}: {counts[name]['compiled']}.")
         counts[name].update(dtype=precisions[name], baseline=baselines[name])
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
     notes = [] if on_cpu else ["The peak memory is measured on the device."]
+    notes += compiled
     if any("trainer.cache_features=on" in recipe.overrides for recipe in recipes):
         notes.append(
             "With trainer.cache_features=on, FLOPs and bytes are counted for a step that computes the stored features."
@@ -176,9 +197,12 @@ def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str,
         model.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
     counted = executed(model, methods=methods, build_optimizer=build, **vars(spec))
-    replaced = _replace(config, model, methods, torch.device(network.device))
+    prefix = _prefix(config, model, methods, torch.device(network.device))
+    replaced = None if prefix is None else _replacement(config, prefix)
+    compiled = compile_blocks(model, () if prefix is None else prefix.parts) if config.trainer.compile else None
     step = TrainingStep(model, methods, spec, device=network.device, build_optimizer=build, replace=replaced)
     return step, {
+        **({} if compiled is None else {"compiled": compiled}),
         "methods": [repr(m) for m in methods],
         "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "executed": counted.as_dict(),
@@ -191,19 +215,18 @@ def build_step(
     """Build a training step of the run `config` with `batch_size` images, and apply the run's methods to `network`."""
     methods, spec = build_methods(config), replace(step_spec(config), batch_size=batch_size)
     apply_methods(network, methods)
+    if config.trainer.compile:
+        compile_blocks(network)
     if channels_last:
         network.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
     return TrainingStep(network, methods, spec, device=device, build_optimizer=build)
 
 
-def _replace(
-    config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device
-) -> Callable[[Tensor], AbstractContextManager[Tensor]] | None:
-    """Return the function that replaces the images for `trainer.prefix` and `trainer.cache_features`.
+def _prefix(config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device) -> FrozenPrefix | None:
+    """Return the frozen prefix for `trainer.prefix` and `trainer.cache_features`.
 
-    The result is None if neither setting changes the input of the network. The stored features of the batch are kept in
-    memory. These features are decoded in each step, but they are not read from disk.
+    The result is None if neither setting changes the input of the network.
     """
     options = config.trainer
     default = options.prefix is None and options.cache_features != "on"
@@ -217,6 +240,16 @@ def _replace(
             raise
         return None
     measure_form(config, prefix, device)
+    return None if prefix.form is Form.FP32 and options.cache_features != "on" else prefix
+
+
+def _replacement(config: Config, prefix: FrozenPrefix) -> Callable[[Tensor], AbstractContextManager[Tensor]]:
+    """Return the function that replaces the images by the features of the prefix.
+
+    The stored features of the batch are kept in memory. These features are decoded in each step, but they are not read
+    from disk.
+    """
+    options = config.trainer
     if options.cache_features != "on":
         return prefix.input
     form = RowForm(options.cache_dtype, prefix.values)

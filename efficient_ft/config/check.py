@@ -108,6 +108,9 @@ def _check_together(config: Config) -> None:
         refuse_in_backward("optim.in_backward=true", processes=nodes)
     if config.memory is not None:
         parse_bytes("memory", config.memory)
+        if trainer.compile:
+            do = "The prediction of the process memory does not include the compiler. Remove memory or trainer.compile."
+            raise SettingError("trainer.compile", "true", "false if memory is set", do)
     if config.job_timeout is not None:
         parse_seconds("job_timeout", config.job_timeout, plain=True)
     parse_bytes("trainer.cache_limit", trainer.cache_limit)

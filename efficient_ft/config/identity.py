@@ -30,8 +30,11 @@ def fingerprint(config: Config) -> str:
     what = config.model_dump(mode="json", exclude=_NO_EFFECT)
     if config.trainer.cache_features == "off":
         del what["trainer"]["views"], what["trainer"]["cache_dtype"]
-    if config.trainer.weight_dtype == "fp32":  # folders of runs without this setting keep their names
+    # Folders of runs without these settings keep their names.
+    if config.trainer.weight_dtype == "fp32":
         del what["trainer"]["weight_dtype"]
+    if not config.trainer.compile:
+        del what["trainer"]["compile"]
     if config.trainer.prefix is None and what["trainer"]["precision"] in ("fp32", "fp16"):
         what["trainer"]["prefix"] = "fp32"  # the default in these precisions, and the value in earlier versions
     what["data"] = _content(config.data)

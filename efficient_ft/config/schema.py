@@ -265,6 +265,8 @@ class TrainerConfig(Section):
     #: Data type in which the weights of linear layers and convolutions are stored. With ``bf16``, optimizer steps are
     #: computed in fp32 and rounded stochastically. Requires precision=bf16. See `models.weight_dtype`.
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
+    #: Compile the blocks of the network with ``torch.compile`` for training. See `methods.compiled`.
+    compile: bool = False
     progress: bool = True
     deterministic: bool = False
     #: Maximum number of batches in evaluation, or null for all batches.

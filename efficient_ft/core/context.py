@@ -35,6 +35,11 @@ class Context(threading.local):
     local_only: bool = False
     short_reports: bool = False
 
+    def __init__(self) -> None:
+        # A field that first appears in compiled code would invalidate the compiled code.
+        for field in type(self).__annotations__:
+            setattr(self, field, getattr(type(self), field))
+
 
 #: Context of the current thread.
 context = Context()

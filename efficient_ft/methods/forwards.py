@@ -1,9 +1,10 @@
 """Replacements for the forward passes of individual module instances.
 
-Several methods can replace the forward pass of the same module. A replacement is stored in the attribute `forward` of
-the module. The rest of the model is unchanged, so that the model can still be copied, pickled, saved and restored.
-Replacements are nested: each replacement calls the next inner replacement. The innermost replacement calls the forward
-pass of the module's class, or a forward pass that another library has assigned to the module instance.
+Several methods can replace the forward pass of the same module. The attribute `forward` of the module is the method
+`__call__` of the replacement. The rest of the model is unchanged, so that the model can still be copied, pickled, saved
+and restored. Replacements are nested: each replacement calls the next inner replacement. The innermost replacement
+calls the forward pass of the module's class, or a forward pass that another library has assigned to the module
+instance.
 """
 
 from __future__ import annotations
@@ -28,11 +29,16 @@ class OwnForward:
     Attributes:
         same_values: True if the replacement returns the same values as the module, so that other methods can ignore the
             replacement.
+        not_compiled: reason why blocks that contain the replacement run without ``torch.compile``, or an empty string.
+        recomputes: True if the replacement runs the module again in the backward pass. Code is then compiled inside the
+            replacement.
         inner: next inner replacement, or a forward pass that another library has assigned. If None, the forward pass of
             the module's class is used.
     """
 
     same_values: ClassVar[bool] = False
+    not_compiled: ClassVar[str] = ""
+    recomputes: ClassVar[bool] = False
     inner: Callable[..., Any] | None = None
 
     def __init__(self, module: nn.Module) -> None:
@@ -72,8 +78,14 @@ _Kind = TypeVar("_Kind", bound=OwnForward)
 
 def forwards_of(module: nn.Module) -> list[OwnForward]:
     """Return the replacements for the forward pass of a module, from the outermost to the innermost."""
-    forward = vars(module).get("forward")
-    return [forward, *forward.all_inside()] if isinstance(forward, OwnForward) else []
+    forward = own_forward(vars(module).get("forward"))
+    return [] if forward is None else [forward, *forward.all_inside()]
+
+
+def own_forward(forward: Any) -> OwnForward | None:
+    """Return the replacement that is stored in the attribute `forward` of a module, or None if there is none."""
+    own = getattr(forward, "__self__", None)
+    return own if isinstance(own, OwnForward) else None
 
 
 def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -85,8 +97,14 @@ def foreign_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 def put_around(module: nn.Module, forward: OwnForward) -> None:
     """Make `forward` the outermost replacement of `module`."""
-    forward.inner = vars(module).get("forward")
-    module.forward = forward  # type: ignore[assignment]
+    before = vars(module).get("forward")
+    forward.inner = own_forward(before) or before
+    _store(module, forward)
+
+
+def _store(module: nn.Module, forward: OwnForward) -> None:
+    # torch.compile would recompile for each object, but it shares the compiled code between methods of several objects.
+    module.forward = forward.__call__  # type: ignore[method-assign]
 
 
 def put_inside(module: nn.Module, forward: OwnForward) -> None:
@@ -96,7 +114,7 @@ def put_inside(module: nn.Module, forward: OwnForward) -> None:
     if others:
         others[-1].inner = forward
     else:
-        module.forward = forward  # type: ignore[assignment]
+        _store(module, forward)
 
 
 def take_away(model: nn.Module, kind: type[_Kind], of: Callable[[_Kind], bool] = lambda _: True) -> None:

@@ -92,6 +92,11 @@ class FrozenPrefix:
         """The number of feature values per image."""
         return math.prod(self.shape)
 
+    @property
+    def parts(self) -> list[str]:
+        """The names of the modules that are not called if the features are given."""
+        return [self.end, *self._skipped]
+
     def digest(self) -> str:
         """Return 16 hexadecimal digits that identify the weights and buffers of the prefix."""
         inside = {self.end, *self._skipped}

@@ -153,6 +153,16 @@ class PrefixReport(TypedDict):
     deviation: NotRequired[dict[str, float]]
 
 
+class CompiledReport(TypedDict):
+    """The blocks that were compiled for training (``trainer.compile=true``), without evaluation.
+
+    `eager` maps reasons to the names of the blocks that were not compiled for this reason.
+    """
+
+    blocks: list[str]
+    eager: dict[str, list[str]]
+
+
 class RunTotals(TypedDict):
     """Totals over the entire training run.
 
@@ -265,6 +275,7 @@ class Results(TypedDict):
     memory: NotRequired[MemoryReport]
     features: NotRequired[FeaturesReport]
     prefix: NotRequired[PrefixReport]
+    compiled: NotRequired[CompiledReport]
     totals: RunTotals
     trainable_parameters: int
     total_parameters: int

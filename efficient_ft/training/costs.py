@@ -118,6 +118,8 @@ def cost_report(
         if one.note:
             step = config.cost.baseline if name == "baseline" else "+".join(config.method)
             say(f"The training step of {step} was {one.note}.")
+    if steps and config.trainer.compile:
+        say("The training steps in the cost report were timed without compilation.")
     whole = found["method"] if is_baseline else found.get("baseline")
     baseline: BaselineCost | None = None
     if whole is not None:

@@ -107,6 +107,9 @@ def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
         results["features"] = features.features.report()
     if features is not None and features.prefix is not None:
         results["prefix"] = features.prefix
+    if fitted.compilation is not None and fitted.compilation.blocks is not None:
+        blocks = fitted.compilation.blocks
+        results["compiled"] = {"blocks": blocks.compiled, "eager": blocks.eager}
 
 
 def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Prediction | None) -> None:

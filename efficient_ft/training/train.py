@@ -27,6 +27,7 @@ from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.record.files import json_text
 from efficient_ft.record.results import images_digest
+from efficient_ft.training.callbacks.compilation import CompileCallback
 from efficient_ft.training.callbacks.progress import ProgressBar
 from efficient_ft.training.callbacks.recorder import Recorder, rows_every, stop_on_interrupt
 from efficient_ft.training.callbacks.step_stats import StepStats
@@ -99,6 +100,7 @@ class Fitted:
     totals: Totals
     memory: MemoryMeter
     features: FeatureCallback | None
+    compilation: CompileCallback | None
     loggers: list[Logger]
 
 
@@ -174,6 +176,9 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
         data: Any = run.data
         features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
+    compilation = CompileCallback(totals.counts_every) if config.trainer.compile else None
+    if compilation is not None:
+        callbacks.append(compilation)
     if config.step_stats.interval:  # StepStats runs after `apply` prepares the step and before checkpoints are saved
         callbacks.append(StepStats(folder, run.methods, config.step_stats.interval))
     callbacks += [totals, recorder]
@@ -183,7 +188,7 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     if use_channels_last(config, trainer.strategy.root_device):
         run.network.to(memory_format=torch.channels_last)
     module = FineTuner(run.network, config, run.data.num_classes, total_steps)
-    fitted = Fitted(trainer, module, recorder, totals, memory, features, loggers)
+    fitted = Fitted(trainer, module, recorder, totals, memory, features, compilation, loggers)
     _loop(run, fitted)
     return fitted
 

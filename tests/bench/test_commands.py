@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 from torch import Tensor
 
+from efficient_ft.bench import step
 from efficient_ft.cli.commands import gradient_error as gradient_error_command
 from efficient_ft.cli.commands import run_command
 from efficient_ft.core.format import format_bytes
+from efficient_ft.methods.compiled import compile_blocks
 from efficient_ft.models.prefix import FrozenPrefix
 from tests.conftest import REPOSITORY, unwrapped
 from tests.data.pictures import save
@@ -51,6 +54,20 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "baseline: exact" in printed
     assert "allocator: system" in printed
+
+
+def test_steps_of_a_compiled_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(step, "compile_blocks", partial(compile_blocks, backend="eager"))
+    file = tmp_path / "step.json"
+    arguments = "step --model vit_digits --batch 2 --classes 10 --rounds 1 --warmup 1 full"
+    run(*arguments.split(), "compiled=full:trainer.compile=true", "--json", str(file))
+    full, compiled = json.loads(file.read_text(encoding="utf-8"))["recipes"].values()
+    assert compiled["executed"] == full["executed"]
+    assert "compiled" not in full
+    assert compiled["compiled"] in unwrapped(capsys.readouterr().out)
+    assert "blocks compiled" in compiled["compiled"]
 
 
 def test_one_layer_in_both_precisions(tmp_path: Path):

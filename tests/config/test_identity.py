@@ -57,6 +57,11 @@ def test_weights_in_bf16_are_another_run_and_the_default_keeps_the_folder() -> N
     assert fingerprint(check(with_settings(**plain))) == fingerprint(same) != fingerprint(other)
 
 
+def test_a_compiled_run_is_another_run_and_the_default_keeps_the_folder() -> None:
+    same, other = (check(with_settings(trainer__compile=compiles)) for compiles in (False, True))
+    assert fingerprint(check(with_settings())) == fingerprint(same) != fingerprint(other)
+
+
 @pytest.mark.parametrize(("precision", "same"), [("fp32", True), ("bf16", False), ("auto", False)])
 def test_the_default_form_of_the_prefix_keeps_the_folder_of_runs_that_it_does_not_change(
     precision: str, same: bool

@@ -49,6 +49,8 @@ class _ExpertsForward(OwnForward):
     balance loss is computed.
     """
 
+    not_compiled = "the tokens of each expert depend on the images"
+
     def __init__(
         self, module: nn.Module, name: str, top_k: int, norm_topk_prob: bool, balance_losses: _BalanceLosses | None
     ) -> None:

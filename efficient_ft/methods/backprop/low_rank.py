@@ -57,6 +57,7 @@ class LowRankLinear(nn.Linear):
     """`nn.Linear` with a low-rank backward pass in training."""
 
     same_values = True  # see `methods.forwards.OwnForward`
+    not_compiled, compiled_if_frozen = "low-rank layers", True
     low_rank: LowRank
 
     def forward(self, x: Tensor) -> Tensor:
@@ -91,6 +92,7 @@ class LowRankConv2d(nn.Conv2d):
     """A 1×1 `nn.Conv2d` with a low-rank backward pass in training."""
 
     same_values = True  # see `methods.forwards.OwnForward`
+    not_compiled, compiled_if_frozen = "low-rank layers", True
     low_rank: LowRank
 
     def forward(self, x: Tensor) -> Tensor:

@@ -37,6 +37,8 @@ INPUT_DTYPES: dict[str, Packer] = {
 class _RecomputedForward(MemoryForward):
     """Forward pass that saves only the input of the module in training."""
 
+    recomputes = True
+
     def __init__(self, module: nn.Module, name: str, packer: Packer, packing: PackingState) -> None:
         super().__init__(module)
         self.name, self.packer, self.packing = name, packer, packing

@@ -61,6 +61,8 @@ class Part:
 class PackedForward(MemoryForward):
     """Forward pass that packs the tensors that the module saves in training. `packing` persists between steps."""
 
+    not_compiled = "packed activations"
+
     def __init__(
         self,
         module: nn.Module,
@@ -138,6 +140,8 @@ def with_position_network(policy: Policy) -> Policy:
 
 class _PlainForward(MemoryForward):
     """Forward pass without packing, for a module whose input has no dimension for the images of the batch."""
+
+    not_compiled = PackedForward.not_compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with packing_suspended():

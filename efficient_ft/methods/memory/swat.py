@@ -27,6 +27,8 @@ from efficient_ft.ops.swat import SparseProducts, Thresholds, largest
 class _SparseForward(MemoryForward):
     """Forward pass that uses sparse weights in training and in evaluation."""
 
+    not_compiled = "sparse weights"
+
     def __init__(self, module: nn.Module, name: str, thresholds: Thresholds, layers: dict[str, nn.Module]) -> None:
         super().__init__(module)
         self.name, self.thresholds, self.layers = name, thresholds, layers

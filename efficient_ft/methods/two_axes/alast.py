@@ -49,6 +49,8 @@ class _Budget:
 class _BudgetedForward(DroppingForward):
     """Forward pass of a block that, in training, outputs as many tokens as the budget of the block allows."""
 
+    not_compiled = "a different number of tokens in each step"
+
     def __init__(self, module: nn.Module, place: Place, budgets: dict[str, _Budget], name: str, least: int) -> None:
         super().__init__(module, place, self._kept, False)
         self.budget, self.least = budgets[name], least

@@ -61,6 +61,11 @@ class Totals(L.Callback):
         self._step, self._batch_started = 0.0, 0.0
         self._waits = True
 
+    @property
+    def counts_every(self) -> int | None:
+        """Return n if the FLOPs of every n-th batch are counted, or None if one batch of each kind is counted."""
+        return self._flops.interval
+
     def values(self) -> RunTotals:
         """Return the totals since the start of the run."""
         elapsed = 0.0 if self._started is None else time.monotonic() - self._started

@@ -1,0 +1,237 @@
+"""Compile the blocks of a network with ``torch.compile``.
+
+Each block is compiled as a whole, and blocks with the same structure share the compiled code. A network of equal blocks
+is therefore compiled as fast as a single block. Module names do not change, and copies of the network run eagerly, so
+that counted costs and exported weights do not depend on compilation. Evaluation also runs eagerly.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from itertools import takewhile
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._C import _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.utils._pytree import tree_leaves
+
+from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
+from efficient_ft.methods.summary import count, within
+from efficient_ft.models.view import view
+
+#: Maximum number of compiled versions. The blocks of a network have several shapes, and a block has a version for each
+#: combination of trained and frozen inputs and parameters.
+_VERSIONS = 64
+
+
+@dataclass
+class CompiledBlocks:
+    """Report of `compile_blocks`.
+
+    Attributes:
+        compiled: names of the compiled blocks.
+        eager: mapping from reasons to the names of the blocks that are not compiled for this reason.
+    """
+
+    compiled: list[str] = field(default_factory=list)
+    eager: dict[str, list[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        total = len(self.compiled) + sum(map(len, self.eager.values()))
+        text = f"{len(self.compiled)} of {count(total, 'block')} compiled"
+        reasons = [f"{within(names)} ({reason})" for reason, names in self.eager.items()]
+        return f"{text}, not compiled: {'; '.join(reasons)}" if reasons else text
+
+    def move(self, names: Collection[str], reason: str) -> None:
+        """Move blocks from `compiled` to `eager`."""
+        self.compiled = [name for name in self.compiled if name not in names]
+        self.eager.setdefault(reason, []).extend(names)
+
+
+class CompiledForward(OwnForward):
+    """Forward pass of a block that is compiled in training.
+
+    The following calls run eagerly: calls in evaluation, calls in which operations or modules are observed (a function
+    or dispatch mode, a hook or a forward pass that was added later), and calls with a smaller batch than before, such
+    as the last batch of an epoch. A copy of the network runs eagerly.
+    """
+
+    same_values = True
+
+    def __init__(self, module: nn.Module, compiler: _Compiler, frozen: bool) -> None:
+        super().__init__(module)
+        self._compiler: _Compiler | None = compiler
+        self._frozen = frozen  # if True, only calls that compute no gradients run compiled
+        self._largest = 0
+        self._parts = list(_with_state(module))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_compiler": None, "_parts": []}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        compiler = self._compiler
+        if compiler is None or not self.module.training or not self._runs_compiled(args, kwargs):
+            return self.within(*args, **kwargs)
+        return compiler(self, args, kwargs)
+
+    def _runs_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        if _len_torch_function_stack() or _len_torch_dispatch_stack():
+            return False
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if x is None:
+            x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
+        if x is None or not x.dim() or len(x) < self._largest:
+            return False
+        if self._frozen and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
+            return False
+        if any(_state(module) != state for module, state in self._parts):
+            return False
+        self._largest = len(x)
+        return True
+
+
+def _with_state(block: nn.Module) -> Iterator[tuple[nn.Module, tuple[Any, ...]]]:
+    """Yield the modules inside `block` with their states. The compiled code does not detect changes of these states."""
+    for module in block.modules():
+        if module is not block:
+            yield module, _state(module)
+
+
+def _state(module: nn.Module) -> tuple[Any, ...]:
+    """Return the replaced forward pass and the numbers of hooks of a module."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return (module.__dict__.get("forward"), *map(len, hooks))
+
+
+class _Compiler:
+    """Compile and run the forward passes of blocks. If a block cannot be compiled, similar blocks run eagerly.
+
+    Args:
+        backend: backend of ``torch.compile``.
+        report: report that is updated if compilation fails.
+        tell: function that prints a message.
+    """
+
+    def __init__(self, backend: str, report: CompiledBlocks, tell: Callable[[str], None]) -> None:
+        logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine may have CUDA but no GPU
+        limits: Any = torch._dynamo.config  # a module that replaces itself
+        limits.recompile_limit = max(limits.recompile_limit, _VERSIONS)
+        # A new code object has its own compiled versions. Random numbers are the same as in eager mode.
+        function: Any = FunctionType(_run.__code__.replace(), globals())
+        options: Any = {"fallback_random": True} if backend == "inductor" else None
+        self._compiled = torch.compile(function, backend=backend, options=options, fullgraph=True, dynamic=False)
+        self._report, self._tell = report, tell
+        self._classes: dict[type[nn.Module], list[str]] = {}
+        self._eager: set[type[nn.Module]] = set()
+
+    def add(self, block: nn.Module, name: str, frozen: bool) -> CompiledForward:
+        self._classes.setdefault(type(block), []).append(name)
+        return CompiledForward(block, self, frozen)
+
+    def __call__(self, forward: CompiledForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if type(forward.module) in self._eager:
+            return forward.within(*args, **kwargs)
+        try:
+            return self._compiled(forward.module, forward.inner, *args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            result = forward.within(*args, **kwargs)  # raises errors that do not come from the compiler
+            from torch._dynamo.exc import BackendCompilerFailed
+
+            self._give_up(type(forward.module), error, everywhere=isinstance(error, BackendCompilerFailed))
+            return result
+
+    def _give_up(self, block: type[nn.Module], error: Exception, everywhere: bool) -> None:
+        """Run blocks of a class eagerly, or all blocks if the compiler does not work. Print the reason."""
+        classes = list(self._classes) if everywhere else [block]
+        which = "the blocks" if everywhere else f"the blocks of the class {block.__name__}"
+        self._eager.update(classes)
+        self._report.move([name for one in classes for name in self._classes[one]], "compilation failed")
+        inner = getattr(error, "inner_exception", error)
+        cause = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
+        needs = " On a CPU, torch.compile requires a C++ compiler, such as g++." if everywhere else ""
+        self._tell(
+            f"warning: torch.compile cannot compile {which} ({cause}). The run continues without compiling them"
+            f" (trainer.compile=true).{needs}"
+        )
+
+
+def _run(module: nn.Module, inner: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
+    """Run a forward pass without `CompiledForward`."""
+    return type(module).forward(module, *args, **kwargs) if inner is None else inner(*args, **kwargs)
+
+
+def compile_blocks(
+    model: nn.Module,
+    apart: Collection[str] = (),
+    backend: str = "inductor",
+    tell: Callable[[str], None] = print,
+) -> CompiledBlocks:
+    """Compile the blocks of `model` at their next calls in training.
+
+    Blocks remain eager if they contain a part whose class declares a reason (`OwnForward.not_compiled`). However,
+    blocks with low-rank layers are compiled before the first trained parameter, because no gradient is computed there.
+    If a block is recomputed in the backward pass, the code inside the recomputed part is compiled.
+
+    Args:
+        model: network to which all methods are applied.
+        apart: names of modules that are computed in another way. Blocks that contain or are part of these modules
+            remain eager.
+        backend: backend of ``torch.compile``.
+        tell: function that prints a message if compilation fails later.
+    """
+    report = CompiledBlocks()
+    compiler = _Compiler(backend, report, tell)
+    below = _below(model)
+    for name in view(model).blocks:
+        block = model.get_submodule(name)
+        reason, if_frozen = _not_compiled(block)
+        frozen = if_frozen and all(f"{name}.{parameter}" in below for parameter, _ in block.named_parameters())
+        reason = "" if frozen else reason
+        if any(_contains(name, other) or _contains(other, name) for other in apart):
+            reason = "frozen prefix"
+        if reason:
+            report.eager.setdefault(reason, []).append(name)
+            continue
+        report.compiled.append(name)
+        _put(block, compiler.add(block, name, frozen))
+    return report
+
+
+def run_eagerly(model: nn.Module) -> None:
+    """Undo `compile_blocks`."""
+    take_away(model, CompiledForward)
+
+
+def _put(block: nn.Module, forward: CompiledForward) -> None:
+    """Make `forward` the outermost replacement of a block, or the outermost one inside the recomputed part."""
+    recomputed = [one for one in forwards_of(block) if one.recomputes]
+    if recomputed:
+        forward.inner, recomputed[-1].inner = recomputed[-1].inner, forward
+    else:
+        put_around(block, forward)
+
+
+def _not_compiled(block: nn.Module) -> tuple[str, bool]:
+    """Return the reason why a block is not compiled, or an empty string, and whether it is compiled if it is frozen."""
+    parts: list[Any] = [part for module in block.modules() for part in (module, *forwards_of(module))]
+    parts = [part for part in parts if getattr(part, "not_compiled", "")]
+    if not parts:
+        return "", False
+    always = [part for part in parts if not getattr(part, "compiled_if_frozen", False)]
+    return str((always or parts)[0].not_compiled), not always
+
+
+def _below(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that are registered before the first trained parameter."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return {name for name, _ in takewhile(lambda pair: not pair[1].requires_grad, parameters)}
+
+
+def _contains(outer: str, inner: str) -> bool:
+    return inner == outer or inner.startswith(f"{outer}.")
