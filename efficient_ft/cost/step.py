@@ -260,8 +260,8 @@ class TrainingStep:
         """Clip the gradient, run the optimizer step, end the training step, and set the gradients to None.
 
         The first update also returns freed memory to the system before the optimizer step. The first forward and
-        backward passes leave free blocks that later steps do not reuse, for example those of compilers. In addition,
-        the optimizer state would reuse resident blocks that are larger than its tensors.
+        backward passes leave free blocks that later steps do not reuse, for example those of compilers. The
+        optimizer state would otherwise be placed in larger free blocks, whose remainders stay resident.
         """
         assert self._optimizer is not None
         if self.spec.grad_clip_norm is not None:

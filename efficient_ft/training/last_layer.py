@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
+from efficient_ft.models.tasks import PerTask
 from efficient_ft.models.view.head import head_of
 from efficient_ft.ops.autocast import autocast_disabled
 
@@ -24,8 +24,9 @@ from efficient_ft.ops.autocast import autocast_disabled
 def last_layer_in_fp32(network: nn.Module) -> Iterator[None]:
     """Compute the last layer of the head of `network` in float32 within the ``with`` block.
 
-    The last layer is the last linear layer or convolution in each module of the head. Layers with a forward pass of
-    their own do not change. Without autocast, nothing changes.
+    The last layer is the last linear layer or convolution in each module of the head, and in the head of each task.
+    Layers whose class or instance replaces the forward pass of `nn.Linear` or `nn.Conv2d` are not changed. Without
+    autocast, nothing changes.
     """
     device = next((p.device.type for p in network.parameters()), "cpu")
     layers = _last_layers(network) if torch.is_autocast_enabled(device) else []
@@ -41,8 +42,6 @@ def last_layer_in_fp32(network: nn.Module) -> Iterator[None]:
 class _SinglePrecision(OwnForward):
     """Forward pass of a linear layer or a convolution in float32."""
 
-    same_values: ClassVar[bool] = True
-
     def __call__(self, x: Tensor) -> Tensor:
         layer = self.module
         assert isinstance(layer, nn.Linear | nn.Conv2d)
@@ -54,9 +53,11 @@ class _SinglePrecision(OwnForward):
 
 
 def _last_layers(network: nn.Module) -> list[nn.Module]:
+    heads = [network.get_submodule(name) for name in head_of(network).modules]
+    heads = [part for head in heads for part in (head.values() if isinstance(head, PerTask) else [head])]
     found: list[nn.Module] = []
-    for name in head_of(network).modules:
-        inside = [m for m in network.get_submodule(name).modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    for head in heads:
+        inside = [m for m in head.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
         plain = (nn.Linear.forward, nn.Conv2d.forward)
         found += [m for m in inside[-1:] if type(m).forward in plain and foreign_forward(m) is None]
     return found

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from efficient_ft.methods import METHODS, apply_methods
@@ -121,6 +122,16 @@ def test_decisions_are_those_for_the_kernel_of_attention(chained: list[str], mon
         patched.setattr(PackedBlock, "__call__", lambda *_: None)
         theirs = after_the_other_kernel()
     assert_same(ours, theirs)
+
+
+def test_the_kernel_of_attention_is_that_of_real_tensors_after_a_count():
+    """For fake tensors, with which steps are counted, torch selects another kernel."""
+    x = torch.zeros(2, 5, 24)
+    chains._chooses_flash.cache_clear()
+    with FakeTensorMode() as mode:
+        counted = chains.supports_plain(mode.from_tensor(x), 3, 8)
+    assert counted
+    assert chains.supports_plain(x, 3, 8)
 
 
 @pytest.mark.parametrize(

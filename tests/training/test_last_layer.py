@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from efficient_ft.config import ModelConfig
 from efficient_ft.models.factory import create_model
+from efficient_ft.models.tasks import give_heads
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import scores
@@ -63,3 +66,13 @@ def test_logits_equal_those_of_the_last_layer_in_fp32(weight_dtype):
     assert 0 < (logits - rounded).abs().max() < 0.2
     with torch.no_grad(), last_layer_in_fp32(network):
         assert "forward" not in vars(network.head)
+
+
+def test_the_heads_of_all_tasks_compute_in_fp32():
+    network: Any = create_model(ModelConfig(name="vit_digits", pretrained=False), 10).eval()
+    tasks = give_heads(network, {"pets": 5, "food": 7})
+    x = torch.randn(2, 3, 32, 32)
+    for name in tasks.names:
+        tasks.active = name
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), last_layer_in_fp32(network):
+            assert network(x).dtype == torch.float32

@@ -57,11 +57,12 @@ class _Softmax(torch.autograd.Function):
     @first_order
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         (p,) = load(ctx)
+        p, g = p.to(ctx.type), g.to(ctx.type)  # in 16 bits, the small differences below would be lost
         if ctx.zero_sum:  # the values of a packed p do not sum to 1
             total = p.sum(ctx.dim, keepdim=True)
             g_x = p * (g - (g * p).sum(ctx.dim, keepdim=True) / total.clamp_min(_TINY))
-            return None, g_x.to(ctx.type), None, None, None
-        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype).to(ctx.type), None, None, None
+            return None, g_x, None, None, None
+        return None, aten._softmax_backward_data(g, p, ctx.dim, p.dtype), None, None, None
 
 
 @packs(torch.softmax, Tensor.softmax)
@@ -123,7 +124,7 @@ def _attention_again(
 
 
 def attention_again(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, compiled: bool) -> Tensor:
-    """Recompute attention for `attention_backward`.
+    """Recompute the output of attention, and attach what `attention_backward` needs.
 
     An autograd graph is recorded only if neither `attention_gradients` nor torch's kernel for CPUs supports the inputs.
     """
@@ -151,7 +152,7 @@ def attention_backward(y: Any, g: Tensor, scale: float, compiled: bool) -> Seque
 
 
 def uses_cpu_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if torch computes attention without a mask with its fused kernel for CPUs."""
+    """Return True if torch would compute attention in q, k and v without a mask with its fused kernel for CPUs."""
     return q.device.type == "cpu" and bool(torch._fused_sdp_choice(q, k, v) == SDPBackend.FLASH_ATTENTION.value)
 
 
@@ -214,8 +215,8 @@ def unfused_attention(
 def _attention_weights(q: Tensor, k: Tensor, scale: float, bias: Tensor | None) -> Tensor:
     """Compute softmax(q kᵀ · scale + bias) for q and k (..., N, D).
 
-    If the product has a dtype with 16 bits, its rounding errors are added, because torch's fused attention also
-    computes the softmax from float32 scores.
+    If the product has 16 bits, its rounding errors are computed and added in float32, because torch's fused attention
+    also computes the softmax from float32 scores.
     """
     product = scores = _scaled_product(q, k.mT, scale)
     if product.dtype.itemsize == 2:
@@ -292,18 +293,20 @@ def _attention(
         return _Attention.apply(mode, query, key, value, scale, attn_mask)
     # Non-contiguous inputs are copied once here, because otherwise each product would copy its inputs.
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    rounds = query.dtype.itemsize == 2 and not mode.policy.forward
-    query = (query if rounds else query * scale).contiguous()
+    late = query.dtype == torch.bfloat16 and not mode.policy.forward  # in fp16, unscaled scores could overflow
+    query = (query if late else query * scale).contiguous()
     key, value = key.contiguous(), value.contiguous()
     mode.begin("scores")
     scores = matmul(mode, query, key.mT)
     if scores is NotImplemented:
         return NotImplemented
     dtype = scores.dtype
-    if rounds:  # see `_attention_weights`
+    if dtype.itemsize == 2 and not mode.policy.forward:  # see `_attention_weights`
         with torch.no_grad():
-            rounding_errors = _scaled_product(query, key.mT, 1.0, scores)
-        scores = (scores.float() + rounding_errors) * scale
+            rounding_errors = _scaled_product(query.to(dtype), key.mT.to(dtype), 1.0, scores)
+        scores = scores.float() + rounding_errors
+    if late:
+        scores = scores * scale
     masked_out = None
     if attn_mask is not None:
         masked_out = _masked_out(attn_mask)  # torch returns zeros for fully masked queries

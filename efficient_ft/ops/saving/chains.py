@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.ops.autocast import compute_dtype
 from efficient_ft.ops.first_order import first_order
@@ -218,6 +219,10 @@ class _Saved:
             x = x.to(decision.dtype)
         return x if decision.inverse is None else x.permute(decision.inverse)
 
+    def release(self) -> None:
+        """Free the unpacked tensor that was kept for the next operation."""
+        self._last = None
+
     def _unpacked(self, at: int, decision: _Decision) -> Tensor:
         last, self._last = self._last, None
         if last is not None and last[0] == at:
@@ -352,6 +357,7 @@ class Chain:
         g, g_weight_2, g_bias_2 = linear_backward(g, x, weight_2, of_bias_2, dtype_2)
         del x
         g = self.between_backward(saved, between, settings, g)
+        saved.release()
         x = None if of_1 is None else saved.get(of_1)
         g, g_weight_1, g_bias_1 = linear_backward(g, x, weight_1, of_bias_1, dtype_1)
         del x
@@ -482,5 +488,6 @@ def supports_plain(x: Tensor, heads: int, dim: int) -> bool:
 
 @functools.lru_cache(256)
 def _chooses_flash(shape: tuple[int, ...], dtype: torch.dtype, enabled: bool) -> bool:
-    q = torch.empty(shape, dtype=dtype)
-    return enabled and uses_cpu_kernel(q, q, q)
+    with unset_fake_temporarily():  # for fake tensors, torch selects another kernel
+        q = torch.empty(shape, dtype=dtype)
+        return enabled and uses_cpu_kernel(q, q, q)

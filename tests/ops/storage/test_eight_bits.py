@@ -110,3 +110,9 @@ def test_a_constant_group_gives_its_value_back(inner):
             q = quantize(values, low, high, torch.tensor(3))
             for dequantize in (eight_bits.dequantize, eight_bits.dequantize_reference):
                 assert torch.equal(dequantize(q, low, high), x)
+
+
+def test_ranges_of_another_number_of_groups_are_rejected():
+    x = torch.randn(2, 5, 40)
+    with pytest.raises(RuntimeError, match="expanded size"):
+        eight_bits.extremes(x, (torch.zeros(3), torch.ones(3)), 0.1)

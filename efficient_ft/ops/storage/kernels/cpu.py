@@ -100,7 +100,8 @@ def extremes(x: Tensor, old: tuple[Tensor, Tensor] | None = None, share: float =
     of_blocks = torch.empty(2, shape[0], shape[5], dtype=torch.int32)
     found = torch.empty(2, groups, dtype=torch.float32)
     addresses = [x.data_ptr(), of_blocks.data_ptr(), of_blocks.data_ptr() + of_blocks.nbytes // 2, found.data_ptr()]
-    of_old = [0, 0] if old is None else [t.data_ptr() for t in (old[0].contiguous(), old[1].contiguous())]
+    ranges = [] if old is None else [t.expand(groups).contiguous() for t in old]  # kept until the kernel ends
+    of_old = [t.data_ptr() for t in ranges] or [0, 0]
     number = int.from_bytes(struct.pack("<d", share), "little", signed=True)
     run_in_threads(_kernels().extremes(x.element_size()), [*shape, *addresses, *of_old, number])
     low, high = found.unbind()
