@@ -166,7 +166,7 @@ def measure_steps(
     for name, step in steps.items():
         if "compiled" in counts[name]:
             counts[name]["compiled"] = str(counts[name]["compiled"])
-            compiled.append(f"{name}: {counts[name]['compiled']}.")
+            compiled.append(f"{name}: {counts[name]['compiled']}")
         counts[name].update(dtype=precisions[name], baseline=baselines[name])
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
     notes = [] if on_cpu else ["The peak memory is measured on the device."]
@@ -199,8 +199,9 @@ def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str,
     counted = executed(model, methods=methods, build_optimizer=build, **vars(spec))
     prefix = _prefix(config, model, methods, torch.device(network.device))
     replaced = None if prefix is None else _replacement(config, prefix)
-    compiled = compile_blocks(model, () if prefix is None else prefix.parts) if config.trainer.compile else None
     step = TrainingStep(model, methods, spec, device=network.device, build_optimizer=build, replace=replaced)
+    excluded = () if prefix is None else prefix.parts
+    compiled = compile_blocks(step.model, excluded) if config.trainer.compile else None
     return step, {
         **({} if compiled is None else {"compiled": compiled}),
         "methods": [repr(m) for m in methods],
@@ -215,12 +216,13 @@ def build_step(
     """Build a training step of the run `config` with `batch_size` images, and apply the run's methods to `network`."""
     methods, spec = build_methods(config), replace(step_spec(config), batch_size=batch_size)
     apply_methods(network, methods)
-    if config.trainer.compile:
-        compile_blocks(network)
     if channels_last:
         network.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
-    return TrainingStep(network, methods, spec, device=device, build_optimizer=build)
+    step = TrainingStep(network, methods, spec, device=device, build_optimizer=build)
+    if config.trainer.compile:  # after the step has replaced BatchNorm layers and added hooks
+        compile_blocks(step.model)
+    return step
 
 
 def _prefix(config: Config, network: nn.Module, methods: Sequence[Method], device: torch.device) -> FrozenPrefix | None:

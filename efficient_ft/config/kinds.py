@@ -38,8 +38,8 @@ class KindRules:
         model_words: Property of the networks and a hint for messages.
         augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
         unsupported: Maps each unsupported feature to a hint for the message, or to None. The keys are ``tasks``
-            (several data sets), ``cache_features``, ``prefix`` (faster computation of the frozen prefix) and ``tokens``
-            (methods that drop or merge tokens).
+            (several data sets), ``cache_features``, ``prefix`` (faster computation of the frozen prefix), ``compile``
+            (``trainer.compile``) and ``tokens`` (methods that drop or merge tokens).
         networks: Names of the networks (``model.name``) that the kind adds. The family of these networks is the name of
             the kind.
     """
@@ -67,7 +67,7 @@ class KindRules:
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
-        """Raise a SettingError if the kind does not support stored features or the value of ``trainer.prefix``.
+        """Raise a SettingError if the kind does not support stored features, the prefix or compilation.
 
         `where` is the condition (for example, "with task=segmentation") that the error message adds after the allowed
         values.
@@ -78,6 +78,8 @@ class KindRules:
             raise SettingError("trainer.cache_features", "on", known, self.unsupported["cache_features"])
         if trainer.prefix in ("folded", "bf16") and "prefix" in self.unsupported:
             raise SettingError("trainer.prefix", trainer.prefix, f"fp32 or auto {where}", self.unsupported["prefix"])
+        if trainer.compile and "compile" in self.unsupported:
+            raise SettingError("trainer.compile", "true", f"false {where}", self.unsupported["compile"])
 
 
 class _SegmentationRules(KindRules):
@@ -132,7 +134,11 @@ RULES: dict[str, KindRules] = {
             "Choose model=bert_base, distilbert_base, bert_tiny, or model=text model.name=bert model.weights=DIR.",
         ),
         augmentation="Texts have no augmentation.",
-        unsupported={**_NO_PREFIX, "tokens": "These methods require tokens on an image grid."},
+        unsupported={
+            **_NO_PREFIX,
+            "compile": "The length of the texts differs between batches.",
+            "tokens": "These methods require tokens on an image grid.",
+        },
     ),
 }
 

@@ -36,7 +36,7 @@ class Context(threading.local):
     short_reports: bool = False
 
     def __init__(self) -> None:
-        # A field that first appears in compiled code would invalidate the compiled code.
+        # Attributes exist from the start. Setting a new attribute in compiled code would cause a recompilation.
         for field in type(self).__annotations__:
             setattr(self, field, getattr(type(self), field))
 

@@ -8,7 +8,7 @@ that counted costs and exported weights do not depend on compilation. Evaluation
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile
 from types import FunctionType
@@ -42,9 +42,9 @@ class CompiledBlocks:
 
     def __str__(self) -> str:
         total = len(self.compiled) + sum(map(len, self.eager.values()))
-        text = f"{len(self.compiled)} of {count(total, 'block')} compiled"
+        text = f"{len(self.compiled)} of {count(total, 'block')} compiled."
         reasons = [f"{within(names)} ({reason})" for reason, names in self.eager.items()]
-        return f"{text}, not compiled: {'; '.join(reasons)}" if reasons else text
+        return f"{text} Not compiled: {'; '.join(reasons)}." if reasons else text
 
     def move(self, names: Collection[str], reason: str) -> None:
         """Move blocks from `compiled` to `eager`."""
@@ -55,9 +55,11 @@ class CompiledBlocks:
 class CompiledForward(OwnForward):
     """Forward pass of a block that is compiled in training.
 
-    The following calls run eagerly: calls in evaluation, calls in which operations or modules are observed (a function
-    or dispatch mode, a hook or a forward pass that was added later), and calls with a smaller batch than before, such
-    as the last batch of an epoch. A copy of the network runs eagerly.
+    Calls run eagerly in evaluation, if operations or modules are observed (function or dispatch mode, later hooks or
+    forwards), and if the batch is smaller than an earlier batch. A copy of the network runs eagerly.
+
+    Attributes:
+        largest: size of the largest batch so far. A resumed run restores this size, so that it compiles the same calls.
     """
 
     same_values = True
@@ -66,7 +68,7 @@ class CompiledForward(OwnForward):
         super().__init__(module)
         self._compiler: _Compiler | None = compiler
         self._frozen = frozen  # if True, only calls that compute no gradients run compiled
-        self._largest = 0
+        self.largest = 0
         self._parts = list(_with_state(module))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -84,13 +86,13 @@ class CompiledForward(OwnForward):
         x = args[0] if args and isinstance(args[0], Tensor) else None
         if x is None:
             x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
-        if x is None or not x.dim() or len(x) < self._largest:
+        if x is None or not x.dim() or len(x) < self.largest:
             return False
         if self._frozen and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return False
         if any(_state(module) != state for module, state in self._parts):
             return False
-        self._largest = len(x)
+        self.largest = len(x)
         return True
 
 
@@ -110,55 +112,83 @@ def _state(module: nn.Module) -> tuple[Any, ...]:
 class _Compiler:
     """Compile and run the forward passes of blocks. If a block cannot be compiled, similar blocks run eagerly.
 
+    The blocks of each class have their own compiled function, and therefore their own limit of compiled versions.
+
     Args:
         backend: backend of ``torch.compile``.
         report: report that is updated if compilation fails.
         tell: function that prints a message.
     """
 
-    def __init__(self, backend: str, report: CompiledBlocks, tell: Callable[[str], None]) -> None:
+    def __init__(self, backend: str | Callable[..., Any], report: CompiledBlocks, tell: Callable[[str], None]) -> None:
         logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # a machine may have CUDA but no GPU
         limits: Any = torch._dynamo.config  # a module that replaces itself
         limits.recompile_limit = max(limits.recompile_limit, _VERSIONS)
-        # A new code object has its own compiled versions. Random numbers are the same as in eager mode.
-        function: Any = FunctionType(_run.__code__.replace(), globals())
-        options: Any = {"fallback_random": True} if backend == "inductor" else None
-        self._compiled = torch.compile(function, backend=backend, options=options, fullgraph=True, dynamic=False)
+        self._backend = _whole_backend(backend)
         self._report, self._tell = report, tell
+        self._compiled: dict[type[nn.Module], Callable[..., Any]] = {}
         self._classes: dict[type[nn.Module], list[str]] = {}
         self._eager: set[type[nn.Module]] = set()
 
     def add(self, block: nn.Module, name: str, frozen: bool) -> CompiledForward:
-        self._classes.setdefault(type(block), []).append(name)
+        kind = type(block)
+        if kind not in self._compiled:
+            function: Any = FunctionType(_run.__code__.replace(), globals())  # a new code object has its own versions
+            self._compiled[kind] = torch.compile(function, backend=self._backend, fullgraph=True, dynamic=False)
+        self._classes.setdefault(kind, []).append(name)
         return CompiledForward(block, self, frozen)
 
     def __call__(self, forward: CompiledForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if type(forward.module) in self._eager:
             return forward.within(*args, **kwargs)
         try:
-            return self._compiled(forward.module, forward.inner, *args, **kwargs)
+            return self._compiled[type(forward.module)](forward.module, forward.inner, *args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             result = forward.within(*args, **kwargs)  # raises errors that do not come from the compiler
-            from torch._dynamo.exc import BackendCompilerFailed
+            from torch._dynamo.exc import ShortenTraceback  # base class of errors of the backend, also of TritonMissing
 
-            self._give_up(type(forward.module), error, everywhere=isinstance(error, BackendCompilerFailed))
+            on_cpu = all(t.device.type == "cpu" for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor))
+            self._give_up(type(forward.module), error, isinstance(error, ShortenTraceback), on_cpu)
             return result
 
-    def _give_up(self, block: type[nn.Module], error: Exception, everywhere: bool) -> None:
+    def _give_up(self, block: type[nn.Module], error: Exception, everywhere: bool, on_cpu: bool) -> None:
         """Run blocks of a class eagerly, or all blocks if the compiler does not work. Print the reason."""
-        classes = list(self._classes) if everywhere else [block]
+        classes = [one for one in self._classes if one not in self._eager] if everywhere else [block]
         which = "the blocks" if everywhere else f"the blocks of the class {block.__name__}"
         self._eager.update(classes)
         self._report.move([name for one in classes for name in self._classes[one]], "compilation failed")
         inner = getattr(error, "inner_exception", error)
         cause = (str(inner).strip().splitlines() or [type(inner).__name__])[0]
-        needs = " On a CPU, torch.compile requires a C++ compiler, such as g++." if everywhere else ""
+        needs = ""
+        if everywhere and on_cpu:
+            needs = " On a CPU, torch.compile requires a C++ compiler, such as g++."
+        elif everywhere:
+            needs = " On a GPU, torch.compile requires Triton and compute capability 7.0 or higher."
         self._tell(
             f"warning: torch.compile cannot compile {which} ({cause}). The run continues without compiling them"
             f" (trainer.compile=true).{needs}"
         )
+
+
+def _whole_backend(backend: str | Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backend that also compiles the backward pass before the first call.
+
+    By default, the backward pass is compiled in ``loss.backward()``. A block cannot run eagerly after a failure there.
+    With inductor, random numbers are the same as in eager mode.
+    """
+    options: Any = {"config_patches": {"fallback_random": True}} if backend == "inductor" else {}
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        from torch._dynamo import lookup_backend
+        from torch._functorch import config
+
+        compiler: Any = lookup_backend(backend)
+        with config.patch(force_non_lazy_backward_lowering=True):
+            return compiler(graph, inputs, **options)
+
+    return compile_graph
 
 
 def _run(module: nn.Module, inner: Callable[..., Any] | None, *args: Any, **kwargs: Any) -> Any:
@@ -168,19 +198,19 @@ def _run(module: nn.Module, inner: Callable[..., Any] | None, *args: Any, **kwar
 
 def compile_blocks(
     model: nn.Module,
-    apart: Collection[str] = (),
-    backend: str = "inductor",
+    excluded: Collection[str] = (),
+    backend: str | Callable[..., Any] = "inductor",
     tell: Callable[[str], None] = print,
 ) -> CompiledBlocks:
     """Compile the blocks of `model` at their next calls in training.
 
-    Blocks remain eager if they contain a part whose class declares a reason (`OwnForward.not_compiled`). However,
-    blocks with low-rank layers are compiled before the first trained parameter, because no gradient is computed there.
-    If a block is recomputed in the backward pass, the code inside the recomputed part is compiled.
+    Blocks remain eager if they contain a part whose class declares a reason (`OwnForward.not_compiled`). Blocks with
+    low-rank layers are compiled only before the first trained parameter, where no gradient is computed. If a block
+    is recomputed in the backward pass, the code inside the recomputed part is compiled.
 
     Args:
         model: network to which all methods are applied.
-        apart: names of modules that are computed in another way. Blocks that contain or are part of these modules
+        excluded: names of modules that have their own implementation. Blocks that contain or are part of these modules
             remain eager.
         backend: backend of ``torch.compile``.
         tell: function that prints a message if compilation fails later.
@@ -193,7 +223,7 @@ def compile_blocks(
         reason, if_frozen = _not_compiled(block)
         frozen = if_frozen and all(f"{name}.{parameter}" in below for parameter, _ in block.named_parameters())
         reason = "" if frozen else reason
-        if any(_contains(name, other) or _contains(other, name) for other in apart):
+        if any(_contains(name, other) or _contains(other, name) for other in excluded):
             reason = "frozen prefix"
         if reason:
             report.eager.setdefault(reason, []).append(name)
@@ -201,6 +231,24 @@ def compile_blocks(
         report.compiled.append(name)
         _put(block, compiler.add(block, name, frozen))
     return report
+
+
+def largest_batches(model: nn.Module) -> dict[str, int]:
+    """Return the size of the largest compiled batch of each compiled block (`CompiledForward.largest`)."""
+    return {name: forward.largest for name, forward in _compiled_forwards(model)}
+
+
+def restore_largest_batches(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Restore the result of `largest_batches`."""
+    for name, forward in _compiled_forwards(model):
+        forward.largest = sizes.get(name, 0)
+
+
+def _compiled_forwards(model: nn.Module) -> Iterator[tuple[str, CompiledForward]]:
+    for name, module in model.named_modules():
+        for forward in forwards_of(module):
+            if isinstance(forward, CompiledForward):
+                yield name, forward
 
 
 def run_eagerly(model: nn.Module) -> None:

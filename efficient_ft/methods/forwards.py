@@ -83,8 +83,11 @@ def forwards_of(module: nn.Module) -> list[OwnForward]:
 
 
 def own_forward(forward: Any) -> OwnForward | None:
-    """Return the replacement that is stored in the attribute `forward` of a module, or None if there is none."""
-    own = getattr(forward, "__self__", None)
+    """Return the replacement that is stored in the attribute `forward` of a module, or None if there is none.
+
+    The attribute can contain the method `__call__` of the replacement or the replacement itself.
+    """
+    own = forward if isinstance(forward, OwnForward) else getattr(forward, "__self__", None)
     return own if isinstance(own, OwnForward) else None
 
 
@@ -103,7 +106,7 @@ def put_around(module: nn.Module, forward: OwnForward) -> None:
 
 
 def _store(module: nn.Module, forward: OwnForward) -> None:
-    # torch.compile would recompile for each object, but it shares the compiled code between methods of several objects.
+    # torch.compile recompiles for each callable object, but shares code between bound methods of different objects.
     module.forward = forward.__call__  # type: ignore[method-assign]
 
 

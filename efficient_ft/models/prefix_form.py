@@ -258,10 +258,12 @@ def find_folds(model: nn.Module, run: Callable[[], Tensor]) -> Folds:
 def _can_be_combined(module: nn.Module) -> bool:
     """Return True if a chain can contain `module`.
 
-    Methods may have replaced the class or the forward function only by one with the attribute `same_values`.
+    Methods may have replaced the class or the forward function only by one with the attribute `same_values`. A method
+    that is bound to the module itself was assigned by another library and can compute other values.
     """
     forward, kind = vars(module).get("forward"), type(module)
-    if forward is not None and not getattr(getattr(forward, "__self__", None), "same_values", False):
+    own = getattr(forward, "__self__", forward)
+    if forward is not None and (own is module or not getattr(own, "same_values", False)):
         return False
     if kind in FROZEN.values() or _activation(module) is not None:
         return True

@@ -13,8 +13,7 @@ from torch.autograd.function import once_differentiable
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate the backward pass of an autograd function that cannot be differentiated.
 
-    Like ``once_differentiable``, the result raises an error if its gradients are differentiated. Without
-    ``create_graph``, autograd disables gradients itself, so that the decorator adds almost no overhead.
+    Like ``once_differentiable``, but without its overhead if gradients are not recorded.
     """
     checked = once_differentiable(backward)
 

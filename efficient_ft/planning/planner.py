@@ -175,6 +175,9 @@ def make_plan(
     """
     began, seconds, memory_bytes = clock.perf_counter(), limits.planning_seconds, limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
+    if base.trainer.compile:
+        do = "The plan does not predict the memory of the compiler."
+        raise SettingError("trainer.compile", "true", "false in a plan", do)
     device = on_device(base)
     base = resolve_precision(base, device)
     precision = base.trainer.precision

@@ -264,7 +264,8 @@ class Results(TypedDict):
     `config` is the full configuration, and `arguments` are the command-line settings (empty for runs from Python).
     `changed` contains the settings that differ from the selected options (`Config.changed`). `environment` is the
     description of the environment (`record.environment`), and `methods` contains a report for each method. `features`
-    exists only if features were stored. `weights` describes the tensors that were loaded from a file
+    exists only if features were stored, `prefix` only if the form of a frozen prefix was selected, and `compiled` only
+    with ``trainer.compile=true``. `weights` describes the tensors that were loaded from a file
     (`models.loading_report.LoadingReport`). The entry `weights` does not exist if all weights were initialized
     randomly.
     """

@@ -9,16 +9,20 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import timm
 from torch import Tensor
 
 from efficient_ft.bench import step
 from efficient_ft.cli.commands import gradient_error as gradient_error_command
 from efficient_ft.cli.commands import run_command
+from efficient_ft.config import check
 from efficient_ft.core.format import format_bytes
+from efficient_ft.cost.step import StepSpec
 from efficient_ft.methods.compiled import compile_blocks
 from efficient_ft.models.prefix import FrozenPrefix
 from tests.conftest import REPOSITORY, unwrapped
 from tests.data.pictures import save
+from tests.training.runs import plain_config
 
 
 def run(*arguments: str) -> None:
@@ -68,6 +72,20 @@ def test_steps_of_a_compiled_recipe(
     assert "compiled" not in full
     assert compiled["compiled"] in unwrapped(capsys.readouterr().out)
     assert "blocks compiled" in compiled["compiled"]
+
+
+def test_a_step_is_compiled_after_batch_norm_is_frozen(monkeypatch: pytest.MonkeyPatch):
+    graphs: list[object] = []
+
+    def backend(graph: object, inputs: object) -> object:
+        graphs.append(graph)
+        return graph
+
+    levit = timm.create_model("levit_128s", num_classes=10, embed_dim=(16, 16, 16), depth=(1, 1, 1))  # BatchNorm1d
+    monkeypatch.setattr(step, "step_spec", lambda config: StepSpec(2, (224, 224)))
+    monkeypatch.setattr(step, "compile_blocks", partial(compile_blocks, backend=backend, tell=pytest.fail))
+    step.build_step(check(plain_config(trainer__compile=True)), levit, "cpu", 2, channels_last=False)()
+    assert graphs
 
 
 def test_one_layer_in_both_precisions(tmp_path: Path):

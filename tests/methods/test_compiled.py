@@ -9,13 +9,17 @@ from typing import Any
 import pytest
 import timm
 import torch
+from functorch.compile import nop
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.exc import TritonMissing
 from torch.nn import functional as F
 
 from efficient_ft.cost.run_flops import FlopsCounter
 from efficient_ft.methods import LBPWHT, METHODS, Full, LastStage
 from efficient_ft.methods.base import apply_methods, plain_state_dict
 from efficient_ft.methods.compiled import CompiledBlocks, compile_blocks, run_eagerly
+from efficient_ft.models.view import view
 from efficient_ft.testing import batch_of, model_of
 from tests.methods.settings import ROWS
 
@@ -201,7 +205,7 @@ def test_a_prefix_that_is_computed_in_another_way_is_not_compiled() -> None:
     LastStage().apply(network)
     report = compile_blocks(network, ["patch_embed", "blocks.0", "blocks.1.norm1"], backend="eager")
     assert report.eager == {"frozen prefix": ["blocks.0", "blocks.1"]}
-    assert str(report) == "2 of 4 blocks compiled, not compiled: blocks 0–1 (frozen prefix)"
+    assert str(report) == "2 of 4 blocks compiled. Not compiled: blocks 0–1 (frozen prefix)."
 
 
 @pytest.mark.parametrize("model", ["vit", "efficientformer"])
@@ -258,6 +262,61 @@ def test_a_block_that_cannot_be_traced_runs_eagerly(monkeypatch: pytest.MonkeyPa
     (message,) = messages
     assert "cannot compile the blocks of the class Block" in message
     assert not report.compiled
+
+
+def test_a_failure_in_the_backward_pass_of_the_compiler_runs_the_blocks_eagerly() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no backward pass")
+
+    network = model_of("vit").train()
+    torch.compiler.reset()
+    messages: list[str] = []
+    backend: Any = aot_autograd(fw_compiler=nop, bw_compiler=broken)
+    report = compile_blocks(network, backend=backend, tell=messages.append)
+    network(batch_of("vit", torch.float64)[0]).sum().backward()
+    (message,) = messages
+    assert "no backward pass" in message
+    assert not report.compiled
+
+
+def test_without_triton_the_message_names_the_requirements_of_a_gpu() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise TritonMissing(None)
+
+    network = model_of("vit").to("meta").train()  # a device other than the CPU
+    torch.compiler.reset()
+    messages: list[str] = []
+    backend: Any = broken
+    report = compile_blocks(network, backend=backend, tell=messages.append)
+    network(batch_of("vit", torch.float64)[0].to("meta"))
+    (message,) = messages
+    assert "cannot compile the blocks (" in message
+    assert message.endswith(" On a GPU, torch.compile requires Triton and compute capability 7.0 or higher.")
+    assert not report.compiled
+
+
+def test_blocks_are_reported_once_if_the_backend_fails_after_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    network = model_of("efficientformer").train()
+    names = list(view(network).blocks)
+    first = type(network.get_submodule(names[0]))
+    forward = first.forward
+
+    def untraceable(self: nn.Module, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return forward(self, x)
+
+    monkeypatch.setattr(first, "forward", untraceable)
+    torch.compiler.reset()
+    messages: list[str] = []
+    backend: Any = broken
+    report = compile_blocks(network, backend=backend, tell=messages.append)
+    network(batch_of("efficientformer", torch.float64)[0])
+    assert len(messages) == 2
+    assert not report.compiled
+    assert sorted(report.eager["compilation failed"]) == sorted(names)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from timm.models.vision_transformer import Block
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import (
@@ -28,6 +28,7 @@ from efficient_ft.methods import (
     MoE,
     ToMe,
 )
+from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from tests.methods.settings import small_vit
 
 
@@ -157,3 +158,22 @@ def test_a_model_wrapped_by_peft_is_rejected_with_what_to_do(make: Any) -> None:
     if make in (BackRazor, LBPWHT):
         make().apply(model.get_base_model())
         model.train()(pictures()).sum().backward()
+
+
+class Direct(OwnForward):
+    """A replacement that an extension stores directly, without `put_around`."""
+
+    same_values = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.within(x)
+
+
+def test_a_replacement_that_is_stored_directly_is_found() -> None:
+    module: Any = nn.Linear(2, 2)
+    module.forward = direct = Direct(module)
+    assert forwards_of(module) == [direct]
+    put_around(module, outer := Direct(module))
+    assert forwards_of(module) == [outer, direct]
+    take_away(module, Direct)
+    assert "forward" not in vars(module)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import MethodType
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -178,6 +181,14 @@ def test_layers_with_a_low_rank_backward_pass_are_folded() -> None:
     folds = find_folds(model, lambda: prefix.features(images(224, 1)))
     assert len(folds) == 26
     assert sum(chain.activation is not None for chain in folds._chains) == 13
+
+
+def test_a_method_that_another_library_binds_to_a_layer_is_not_folded() -> None:
+    model = network("efficientformer_l1", [LastStage(), LBPWHT(bases="l1", order=4)], 224)
+    layer: Any = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and getattr(m, "same_values", False))
+    assert prefix_form._can_be_combined(layer)
+    layer.forward = MethodType(lambda self, x: 2 * type(self).forward(self, x), layer)
+    assert not prefix_form._can_be_combined(layer)
 
 
 def test_weights_that_change_are_folded_again() -> None:

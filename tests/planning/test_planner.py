@@ -74,6 +74,11 @@ def test_a_time_without_images_is_refused(tmp_path: Path) -> None:
         make_plan(settings, configure, Limits(10**12, seconds=60))
 
 
+def test_a_compiled_run_is_refused() -> None:
+    with pytest.raises(SettingError, match=r"trainer.compile must be false in a plan, got true\. The plan does not"):
+        make_plan((*SETTINGS, "trainer.compile=true"), configure, Limits(10**12))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("three")
 def test_a_container_with_less_memory_sets_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:

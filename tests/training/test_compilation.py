@@ -46,7 +46,7 @@ def test_a_compiled_run_has_the_same_results(
     assert not backend.batches
     compiled = run(check(plain_config(trainer__compile=True)), tmp_path / "compiled")
     printed = capsys.readouterr().out
-    assert "torch.compile: 2 of 2 blocks compiled (trainer.compile=true)." in " ".join(printed.split())
+    assert "torch.compile (trainer.compile=true): 2 of 2 blocks compiled. The first steps" in " ".join(printed.split())
     assert compiled["compiled"] == {"blocks": ["blocks.0", "blocks.1"], "eager": {}}
     assert "compiled" not in plain
     assert compiled["accuracy"] == plain["accuracy"]
@@ -65,6 +65,16 @@ def test_a_resumed_compiled_run_equals_an_uninterrupted_one(backend: Backend, tm
     assert backend.batches
 
 
+def test_a_run_resumed_before_a_smaller_batch_compiles_the_same_batches(backend: Backend, tmp_path: Path) -> None:
+    config = check(plain_config(trainer__compile=True))
+    steps = run(config, tmp_path / "whole")["totals"]["steps"]
+    whole, backend.batches = backend.batches, []
+    interrupted_at(steps - 1, config, tmp_path / "resumed")  # before the last batch, which is smaller
+    run(config, tmp_path / "resumed")
+    assert backend.batches == whole
+    assert_same_run(tmp_path / "resumed", tmp_path / "whole")
+
+
 def test_a_run_without_compilable_blocks_prints_the_reason(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -72,13 +82,18 @@ def test_a_run_without_compilable_blocks_prints_the_reason(
     results = run(check(plain_config(**changes, trainer__compile=True)), tmp_path)
     assert results["compiled"] == {"blocks": [], "eager": {"packed activations": ["blocks.0", "blocks.1"]}}
     printed = " ".join(capsys.readouterr().out.split())
-    assert "0 of 2 blocks compiled, not compiled: blocks 0–1 (packed activations) (trainer.compile=true)." in printed
+    assert (
+        "torch.compile (trainer.compile=true): 0 of 2 blocks compiled. Not compiled: blocks 0–1 (packed activations)."
+        in printed
+    )
 
 
-def test_a_run_whose_batches_are_all_counted_prints_that_compilation_has_no_effect(
+def test_a_run_whose_batches_are_all_counted_is_not_compiled(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lisa = {"lisa": {"num_layers": 1, "interval": 1, "train_embeddings": False}}
-    run(check(plain_config(method=lisa, trainer__max_steps=2, trainer__compile=True)), tmp_path)
-    assert "so compilation has no effect." in " ".join(capsys.readouterr().out.split())
+    results = run(check(plain_config(method=lisa, trainer__max_steps=2, trainer__compile=True)), tmp_path)
+    reason = "the FLOPs of every batch are counted"
+    assert results["compiled"] == {"blocks": [], "eager": {reason: ["blocks.0", "blocks.1"]}}
+    assert f"Not compiled: blocks 0–1 ({reason})." in " ".join(capsys.readouterr().out.split())
     assert not backend.batches
