@@ -112,6 +112,8 @@ def measure_loops(
         overrides += [] if default else ["method=full"]
         overrides += [] if batch is None else [f"data.batch_size={batch}"]
         overrides += [f"trainer.accelerator={accelerator}", f"trainer.precision={dtype}"]
+        if not any(one.startswith("trainer.prefix=") for one in settings):
+            overrides.append("trainer.prefix=fp32")  # the plain loop computes a frozen prefix in this form
         overrides += settings
         configs[in_precision(job, dtype, precisions)] = configure(None if default else job, overrides)
     for config in configs.values():
