@@ -11,9 +11,10 @@ from torch.autograd.function import once_differentiable
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate the backward pass of an autograd function that cannot be differentiated.
+    """Decorate a backward pass whose result cannot be differentiated again.
 
-    Like ``once_differentiable``, but without its overhead if gradients are not recorded.
+    The errors are those of ``once_differentiable``. Without ``create_graph``, autograd already disables gradients, so
+    that the decorator adds almost no overhead.
     """
     checked = once_differentiable(backward)
 

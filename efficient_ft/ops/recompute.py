@@ -50,7 +50,8 @@ def recompute(
     fixed = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
-    # Without tensors, the arguments are used directly. Otherwise, this function must not reference the tensors.
+    # If no argument is a tensor, the arguments are passed unchanged. Tensors must not be referenced here, because
+    # autograd saves them.
     plain = None if tensors else (others, keywords)
 
     def with_tensors(tensors: Sequence[Tensor]) -> Any:

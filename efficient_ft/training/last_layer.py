@@ -1,6 +1,6 @@
 """Logits in float32 for evaluation in bf16 and fp16.
 
-Under autocast, logits are rounded to 16 bits. The two largest logits of an image are then often equal, so that the
+Under autocast, logits are rounded to 16 bits. The two largest logits of an image can then be equal, so that the
 predicted class is arbitrary. In evaluation, the last layer therefore computes in float32. In training, the last layer
 uses autocast like all other layers, because rounding its output hardly changes the gradients.
 """

@@ -41,6 +41,8 @@ from efficient_ft.ops.storage import Dense, PackContext, Packer
 
 aten = torch.ops.aten
 
+_FORMS = 64  # maximum number of plans of a chain
+
 
 @dataclass
 class _Decision:
@@ -50,7 +52,8 @@ class _Decision:
         order: Dimensions in memory order, or None if this is their order.
         inverse: Permutation that restores the order of dimensions, or None.
         dtype: Dtype of the unpacked tensor.
-        known: Index of the decision about the tensor that is reused, or None if the tensor is packed.
+        known: Index of the decision about the tensor that is reused, -1 if `compute` computes the tensor, or None if
+            the tensor is packed.
         compute: Function that computes the tensor in the backward pass, or None if the tensor is unpacked.
         is_shared: True if several operations need the unpacked tensor.
         name: Name of the tensor without the part of the model.
@@ -130,7 +133,7 @@ class _Keeper:
     def computed(
         self, y: Tensor, compute: Callable[[_Saved], Tensor], source: int | None = None, of: Tensor | None = None
     ) -> None:
-        """Register a function that computes y in the backward pass. Operations that save y then use the function.
+        """Register a function that computes y in the backward pass. Operations that would save y then call it.
 
         `source` is the index of the tensor that the function needs. If `of` is given, and y is not a view of `of`, the
         function is not used.
@@ -310,6 +313,8 @@ class Chain:
             *(x.shape, x.stride(), x.dtype, compute_dtype(x), x.device, x.requires_grad),
             *(trained, heads, settings, self._kernels()),
         )
+        if len(self._plans) > _FORMS:  # the number of tokens differs between steps
+            self._plans.clear()
         plan = self._plans.get(form) or Plan()
         keeper = _Keeper(plan, self.policy, state, region, x.shape[0], heads)
         y: Tensor = _Function.apply(self, keeper, norm, settings, x, *parameters)

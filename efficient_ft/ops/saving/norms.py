@@ -54,7 +54,8 @@ def layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the output of LayerNorm, the tensor to pack, 1 / √(variance + ε), and the mean.
 
-    The tensor to pack is x̂ if `normalized` is True, and x otherwise. The mean of x̂ is None.
+    The tensor to pack is x̂ if `normalized` is True, and x otherwise. If `normalized` is True, no mean is
+    needed, and None is returned.
     """
     if normalized:
         return *_normalized(x, shape, weight, bias, eps), None

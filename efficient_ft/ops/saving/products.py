@@ -43,7 +43,8 @@ def linear_backward(
 ) -> tuple[Any, Tensor | None, Tensor | None]:
     """Return the gradients of the input (in `dtype`), the weight and the bias of a linear layer.
 
-    A gradient is None if x, the weight or `of_bias` is not given. g is the gradient of the output.
+    g is the gradient of the output. The gradient of the weight is None if x is None, that of the input if the weight is
+    None, and that of the bias if `of_bias` is False.
     """
     rows = g.reshape(-1, g.shape[-1])
     g_w = None if x is None else torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
@@ -52,7 +53,7 @@ def linear_backward(
         return None, g_w, g_b
     if weight.dtype != g.dtype:
         weight = weight.to(g.dtype)
-    # One product of matrices is called directly, because `matmul` calls several operations.
+    # `torch.mm` is called directly, because `matmul` calls several operations.
     g_x = torch.mm(rows, weight).view(*g.shape[:-1], -1) if g.is_contiguous() else g @ weight
     return g_x if g_x.dtype == dtype else g_x.to(dtype), g_w, g_b
 

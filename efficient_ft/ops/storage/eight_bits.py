@@ -71,7 +71,7 @@ def extremes(x: Tensor, old: tuple[Tensor, Tensor] | None = None, share: float =
     """Return the minimum and the maximum of each group of x (outer, G, inner), each (G,) float32.
 
     If `old` ranges are given, they are moved by the fraction `share` towards the minimum and the maximum, and the
-    result is returned.
+    moved ranges are returned.
     """
     if isinstance(x, FakeTensor):
         return x.new_empty(x.shape[1], dtype=torch.float32), x.new_empty(x.shape[1], dtype=torch.float32)

@@ -25,7 +25,7 @@ from efficient_ft.ops.optional import optional_module
 _BLOCK = 1 << 14  # number of elements that a thread processes at a time
 _SHORT = 1 << 10  # groups with fewer elements are processed together
 _SMALL = 1 << 12  # in tensors with at most this number of elements, groups are processed one by one
-_UNUSED = (0,) * 15  # a job has at most 15 values
+_UNUSED = (0,) * 15  # a job has at most 15 values, or 14 if it uses the last value as a second counter
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: Functions that return the compiled kernels, or None if numba is not installed.
