@@ -195,21 +195,20 @@ def _compiled(step: Any, small: bool, budget: float = 1.0) -> int:
     """Compile the model with a memory budget of the partitioner. Return the bytes that autograd keeps."""
     import torch
     import torch._functorch.config
+    from torch._dynamo import lookup_backend
 
     from efficient_ft.cost.meter import SavedTensors, storages
 
     # The small version uses the partitioner without the compiler.
-    step.model = torch.compile(step.model, backend="aot_eager_decomp_partition" if small else "inductor")
-    forward, backward = step.forward, step.backward
+    compile_graph = lookup_backend("aot_eager_decomp_partition" if small else "inductor")
 
-    def budgeted(run: Callable[[], None]) -> Callable[[], None]:
-        def limited() -> None:
-            with torch._functorch.config.patch(activation_memory_budget=budget):
-                run()
+    # Dynamo shares compiled code between networks of one class if the backend is the same object, whatever the budget.
+    # A backend of its own gives each recipe a graph of its own.
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        with torch._functorch.config.patch(activation_memory_budget=budget):
+            return compile_graph(graph, inputs)
 
-        return limited
-
-    step.forward, step.backward = budgeted(forward), budgeted(backward)
+    step.model = torch.compile(step.model, backend=backend)
     saved = SavedTensors()
     with saved:
         step.forward()
