@@ -65,6 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cases in it are not repeated")
     parser.add_argument("--again", action="store_true", help="time each step again")
     parser.add_argument("--repeat", action="store_true", help="check cases again whose step time was off")
@@ -79,8 +80,8 @@ def main() -> None:
         first = cases[number] if number < len(cases) else None
         if first is not None and not (options.repeat and _is_off(first)):
             continue
-        case = {"model": model, "size": size, "batch": batch, "room": room}
-        case |= check(model, size, batch, room, options.again)
+        case = {"model": model, "size": size, "batch": batch, "room": room, "precision": options.precision}
+        case |= check(model, size, batch, room, options.precision, options.again)
         if first is None:
             cases.append(case)
         else:
@@ -96,14 +97,14 @@ def _is_off(case: dict[str, Any]) -> bool:
     return "step" in case and "first" not in case and abs(case["step"][0] / case["step"][1] - 1) > 0.15
 
 
-def check(model: str, size: int, batch: int, room: float, again: bool) -> dict[str, Any]:
+def check(model: str, size: int, batch: int, room: float, precision: str, again: bool) -> dict[str, Any]:
     """Plan one case with `room` GB above the interpreter and its libraries, and train the recommended recipe."""
     with tempfile.TemporaryDirectory() as folder:
         _write_images(Path(folder) / "images", 4 * batch)
         base = _base_bytes()
         settings = ["model=timm", f"model.name={model}", f"model.image_size={size}", "model.pretrained=false"]
         settings += ["data=folder", "data.root=images", f"data.batch_size={batch}", "data.num_workers=0"]
-        settings += ["trainer.precision=fp32"]
+        settings += [f"trainer.precision={precision}"]
         memory = round(base + room * 1e9)
         file = Path(folder) / "plan.json"
         ended = _run(["plan", *settings, f"memory={memory}B", "--json", str(file)], folder)
@@ -136,7 +137,7 @@ def check(model: str, size: int, batch: int, room: float, again: bool) -> dict[s
             "step": [best["step_seconds"], step],
         }
         if again:
-            of_model = ["--model", model, "--size", str(size), "--batch", str(batch)]
+            of_model = ["--model", model, "--size", str(size), "--batch", str(batch), "--dtype", precision]
             case["step again"] = [_step_seconds(best, settings, of_model, folder), step]
         return case
 
