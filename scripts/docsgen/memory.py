@@ -49,16 +49,18 @@ def _states(data: dict[str, Any], columns: list[str]) -> str:
 
 
 @block
-def plan_predictions() -> str:
+def plan_predictions(file: str) -> str:
     """Show the errors of the predictions of plans, and the number of runs that exceeded their budgets."""
-    data = records.load("plans")
+    data = records.load(file)
     cases = data["cases"]
     trained = [case for case in cases if case["outcome"] == "measured"]
     stopped = [case for case in cases if case["outcome"].startswith("not trained")]
     above = len(stopped) + sum(case["process"][1] > case["memory_bytes"] for case in trained)
     rows = []
     for key, label in LABELS["predictions"].items():
-        off = sorted(abs(case[key][0] / case[key][1] - 1) for case in trained)
+        off = sorted(abs(case[key][0] / case[key][1] - 1) for case in trained if key in case)
+        if not off:
+            continue
         cells = [statistics.median(off), off[int(0.9 * (len(off) - 1))], off[-1]]
         rows.append([label, *(f"{cell:.1%}".replace("%", " %") for cell in cells)])
     seconds = [case["planning_seconds"] for case in cases if "planning_seconds" in case]
@@ -66,10 +68,18 @@ def plan_predictions() -> str:
     text = (
         f"The recommended recipe was trained in {len(trained)} of {len(cases)} cases, and {above} runs exceeded the"
         f" budget. In the remaining cases, no recipe that fit the budget had a known loss of accuracy of at most one"
-        f" point. {twice} cases were measured twice, because the machine was slow for some minutes. For these cases,"
-        f" the table uses the second measurement. The median planning time was {statistics.median(seconds):.0f} s."
+        f" point."
+    )
+    if twice:
+        text += (
+            f" {twice} cases were measured twice, because the machine was slow for some minutes. For these cases, the"
+            f" table uses the second measurement."
+        )
+    if any("step" in case for case in trained):
+        text += f" The median planning time was {statistics.median(seconds):.0f} s."
+    text += (
         f" All cases were measured on {environment['date'][:10]} on an {environment['device']}."
-        f" Record: `{records.path('plans')}`."
+        f" Record: `{records.path(file)}`."
     )
     head = ["prediction", "error, median", "error, 90th percentile", "error, largest"]
     return f"{table(head, rows)}\n\n{text}"

@@ -236,6 +236,8 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         )
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
+    if on_cpu:
+        release_library_pages()  # otherwise, the count would need more memory than the steps of a small network
     predictor.demand(config)  # loads libraries, so that `base_bytes` includes their memory
     predictor.forget()
     if on_cpu:
