@@ -1,7 +1,7 @@
 """Compilation of kernels by numba, and the cache of compiled kernels on disk. Importing this module requires numba.
 
-numba chooses the folder of the cache: ``NUMBA_CACHE_DIR`` if this variable is set, or ``__pycache__`` next to the source
-file, or the cache folder of the user. A process that finds all its kernels in the cache compiles nothing.
+numba chooses the folder of the cache: ``NUMBA_CACHE_DIR`` if this variable is set, or ``__pycache__`` next to the
+source file, or the cache folder of the user. A process that finds all its kernels in the cache compiles nothing.
 """
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
