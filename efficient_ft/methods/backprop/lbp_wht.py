@@ -49,8 +49,9 @@ class LBPWHT(LowRankBackward):
             these parts keep the exact backward pass. ``*`` matches any part.
         fused: if True, on a CPU, a feed-forward network with two low-rank layers runs as one operation in bf16, and
             GELU and the preceding frozen BatchNorm run as one operation in fp32. Fusion saves time and activation
-            memory, but numba, which compiles the kernels, uses about 100 MiB. If None, the operations are fused only in
-            networks with BatchNorm before GELU (EfficientFormer), which benefit most from fusion.
+            memory, but numba uses about 25 MiB, or about 120 MiB in the first process, which compiles the kernels. If
+            None, the operations are fused only in networks with BatchNorm before GELU (EfficientFormer), which benefit
+            most from fusion.
 
     Raises:
         SettingError: If a setting is out of range.

@@ -76,7 +76,7 @@ def softmax(backward: bool) -> Any:
     The scores are the sums of two tensors: rounded scores and their rounding errors.
     """
 
-    @as_job(backward, cache=True)
+    @as_job(backward)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, n = job[1], job[2], job[3], job[4]

@@ -113,7 +113,7 @@ def adam_step(bits: int) -> Any:
     unit, zero = np.int32(UNIT[bits]), np.int32(2 ** (bits - 1))
     part, least = np.float32(1 / ratio_top**2), np.int32(root_top * unit)
 
-    @as_job(bits, cache=True)
+    @as_job(bits)
     def job_of(pointer):
         job = carray(pointer, 16)
         jobs, at_a_time, n, seed = job[1], job[2], job[3], uint32(job[11])

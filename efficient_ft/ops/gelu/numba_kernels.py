@@ -119,7 +119,7 @@ def forward(affine: bool) -> Any:
             else:
                 _row(x[first * n : last * n], y[first * n : last * n])
 
-    return as_job(affine, cache=True)(gelu_job)
+    return as_job(affine)(gelu_job)
 
 
 @functools.cache
@@ -160,4 +160,4 @@ def backward(affine: bool, sums: bool) -> Any:
                     a, b = r * n, (r + 1) * n
                     _affine_row_gradient(g[a:b], x[a:b], scale, shift, g_x[a:b])
 
-    return as_job(affine, sums, cache=True)(gelu_backward_job)
+    return as_job(affine, sums)(gelu_backward_job)

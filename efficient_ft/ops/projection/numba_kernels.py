@@ -190,7 +190,7 @@ def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: boo
                 total = carray(_address(job[17]), (batch * n,), np.float32)
                 _sum_four(of_product, total[image * n + first : image * n + last])
 
-    return as_job(of, to, second, scaled, sums, copies, cache=True)(project_job)
+    return as_job(of, to, second, scaled, sums, copies)(project_job)
 
 
 @functools.cache
@@ -228,7 +228,7 @@ def back(of: int, to: int, second: int) -> Any:
                         _add_four(other, rows)
                     _store_four(rows, starts, last - first, x)
 
-    return as_job(of, to, second, cache=True)(back_job)
+    return as_job(of, to, second)(back_job)
 
 
 @functools.cache
@@ -272,7 +272,7 @@ def activate(size: int, projects: bool) -> Any:
                         start = (image * rank + numbers[at_hat + r]) * n
                         _store(hats[r * WIDTH : (r + 1) * WIDTH], y_hat[start + first : start + last])
 
-    return as_job(size, projects, cache=True)(activate_job)
+    return as_job(size, projects)(activate_job)
 
 
 @functools.cache
@@ -334,7 +334,7 @@ def activate_backward(size: int) -> Any:
             _sum_four(of_scale, of_scales[image * n + first : image * n + last])
             _sum_four(of_shift, of_shifts[image * n + first : image * n + last])
 
-    return as_job(size, cache=True)(activate_backward_job)
+    return as_job(size)(activate_backward_job)
 
 
 @functools.cache
@@ -359,4 +359,4 @@ def add_affine(of: int, second: int) -> Any:
                 a, b = r * n, (r + 1) * n
                 _affine_row(x[a:b], f[a:b], scale, shift, y[a:b])
 
-    return as_job(of, second, cache=True)(add_affine_job)
+    return as_job(of, second)(add_affine_job)

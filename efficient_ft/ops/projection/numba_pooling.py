@@ -112,7 +112,7 @@ def mix(of: int, to: int) -> Any:
                 _mix_row(rows[at : at + WIDTH], total[at : at + WIDTH], share, scale, out)
                 _store(out, y[start + first : start + last])
 
-    return as_job(of, to, cache=True)(mix_job)
+    return as_job(of, to)(mix_job)
 
 
 @functools.cache
@@ -158,4 +158,4 @@ def mix_backward(of: int, to: int, saved: int) -> Any:
                 _store(out, g_x[start + first : start + last])
             _store(of_scale, of_scales[image * n + first : image * n + last])
 
-    return as_job(of, to, saved, cache=True)(mix_backward_job)
+    return as_job(of, to, saved)(mix_backward_job)

@@ -34,7 +34,7 @@ def _round(x, base, y):
 def round_to_bf16() -> Any:
     """Compile the job that rounds a tensor, a fixed number of values at a time."""
 
-    @as_job(cache=True)
+    @as_job()
     def round_job(pointer):
         job = carray(pointer, 16)
         jobs, at_a_time, n, seed = job[1], job[2], job[3], uint32(job[4])

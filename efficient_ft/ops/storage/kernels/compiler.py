@@ -1,22 +1,89 @@
-"""Test whether numba can compile kernels in this process. Importing this module requires numba."""
+"""Compilation of kernels by numba, and the cache of compiled kernels on disk. Importing this module requires numba.
+
+numba chooses the folder of the cache: ``NUMBA_CACHE_DIR`` if this variable is set, or ``__pycache__`` next to the
+source file, or the cache folder of the user. A process that finds all its kernels in the cache compiles nothing.
+"""
 # mypy: ignore-errors
 # mypy cannot check code that numba compiles.
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
+from pathlib import Path
+from typing import Any
 
-from numba import carray, cfunc, int64, types
+from numba import carray, int64, types
+from numba.core.caching import FunctionCache, IndexDataCacheFile
+from numba.core.ccallback import CFunc
+from numba.core.runtime import rtsys
 
+from efficient_ft import ops
 from efficient_ft.core.errors import first_line
 
 log = logging.getLogger(__name__)
 
+#: Types of the arguments and of the result of a kernel: the kernel receives a pointer to an array of integers.
+_SIGNATURE = (types.CPointer(int64),), types.void
+
+
+@functools.cache
+def sources_hash() -> str:
+    """Return a hash of the source files in all folders that contain kernels."""
+    root, digest = Path(ops.__path__[0]), hashlib.sha256()
+    folders = {file.parent for file in root.rglob("numba_*.py")}
+    for file in sorted(file for folder in folders for file in folder.glob("*.py")):
+        digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+class _KernelCache(FunctionCache):
+    """Cache of the compiled code of one kernel, which is identified by its name and by the hash of all source files.
+
+    numba's own class checks only the source file of the kernel itself, and would use old code after another file has
+    changed. Furthermore, it never finds the code of a kernel that closes over compiled functions, because the contents
+    of these functions are a part of the key and differ between processes.
+    """
+
+    def __init__(self, function: Any) -> None:
+        super().__init__(function)
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, sources_hash())
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        # numba's own method prepares numba for compilation, which requires 20 MiB and more than half a second. Loading
+        # only requires numba's run-time library. If no code is found, the compiler makes the same preparations.
+        rtsys.initialize(target_context)
+        return self._load_overload(sig, target_context)
+
+    def _index_key(self, sig: Any, codegen: Any) -> Any:
+        return sig, codegen.magic_tuple()
+
+
+class Kernel(CFunc):
+    """A C function with one pointer argument, which is loaded from the cache, or compiled and stored in the cache.
+
+    The qualified name of `function` must identify all values on which the function depends, except constants of the
+    source files.
+
+    Attributes:
+        address: Address of the C function.
+        cache_hits: 1 if the kernel has been loaded from the cache, or 0 if it has been compiled.
+
+    Args:
+        function: Function to compile.
+        options: Options of ``numba.cfunc``.
+    """
+
+    def __init__(self, function: Any, **options: Any) -> None:
+        super().__init__(function, _SIGNATURE, locals={}, options=options)
+        self._cache = _KernelCache(function)
+        self.compile()
+
 
 @functools.cache
 def compiler_works() -> bool:
-    """Compile a small function and store it in numba's cache. If this fails, log a warning once and return False.
+    """Load a small kernel from the cache, or compile and store it. If this fails, log a warning once and return False.
 
     Compilation can fail although numba is installed, for example if no folder for numba's cache can be written, or if
     the system does not allow executable memory.
@@ -26,7 +93,7 @@ def compiler_works() -> bool:
         carray(pointer, 1)[0] = 0
 
     try:
-        cfunc(types.void(types.CPointer(int64)), cache=True)(probe_job)
+        Kernel(probe_job)
     except Exception as error:  # numba and LLVM raise many classes of errors
         log.warning(
             "numba cannot compile the CPU kernels (%s). Plain PyTorch operations are used instead, which are slower.",

@@ -2,7 +2,7 @@
 
 A function is compiled for each number of bits, each common group length, and each size of the values (bfloat16 or
 float32). The group length is then a constant, so that all loops are vectorized. bfloat16 values are converted in
-registers. No function is cached on disk, because numba cannot reload functions that close over compiled functions.
+registers.
 
 The job that packs processes many groups at a time: first the extremes of all groups, then all ranges, and then all
 codes. The ranges are computed without branches, so that this loop is vectorized, too.
@@ -29,6 +29,7 @@ from efficient_ft.ops.storage.kernels.numba_job import (
     as_job,
     to_bits,
     to_float,
+    variant_of,
 )
 
 # This error model omits the check for division by zero, because the check would prevent vectorization.
@@ -54,6 +55,16 @@ def _from_half(bits):
     subnormal = float32(int32(bits)) * float32(2.0**-24)
     normal = _float_of((bits << int32(13)) + int32(0x38000000))
     return _float_of(_bits_of(subnormal if bits < int32(0x0400) else normal) | sign)
+
+
+@_jit
+def _extremes(x, start, count):
+    """Return the minimum and the maximum of `count` values as ordered integers (see `_ordered`)."""
+    low, high = int32(0x7FFFFFFF), int32(-0x80000000)
+    for i in range(uint64(count)):
+        ordered = _ordered(_bits_of(to_float(x[start + i])))
+        low, high = min(low, ordered), max(high, ordered)
+    return low, high
 
 
 @_jit
@@ -99,7 +110,10 @@ def _plane(group: int, bits: int, width: int, skipped: int) -> tuple[Any, Any, A
     size = word.bitwidth // 8
     words, mask = uint64(group * width // 8 // size), word(int.from_bytes(bytes([2**width - 1] * size), "little"))
 
+    variant = variant_of(group, bits, width, skipped)
+
     @_jit
+    @variant
     def pack(codes, out, at):
         for j in range(words):
             number = uint64(0)
@@ -108,6 +122,7 @@ def _plane(group: int, bits: int, width: int, skipped: int) -> tuple[Any, Any, A
             out[at + j] = word(number)
 
     @_jit
+    @variant
     def unpack(packed, at, codes, at_codes):
         for k in range(uint64(parts)):
             for j in range(words):
@@ -136,14 +151,7 @@ def pack(bits: int, group: int, at_random: bool, is_half: bool) -> Any:
     high = uint64(group * 2 // high_word.bitwidth)
 
     @_jit
-    def extremes(x, start, count):
-        low, high = int32(0x7FFFFFFF), int32(-0x80000000)
-        for i in range(uint64(count)):
-            ordered = _ordered(_bits_of(to_float(x[start + i])))
-            low, high = min(low, ordered), max(high, ordered)
-        return low, high
-
-    @_jit
+    @variant_of(bits, group, at_random, is_half)
     def encode(x, start, count, low, inverse, base, codes, at):
         for i in range(uint64(count)):
             added = _noise(i, base) if at_random else float32(0.5)
@@ -176,9 +184,9 @@ def pack(bits: int, group: int, at_random: bool, is_half: bool) -> Any:
             for g in range(count):
                 starts[g] = start
                 if (first + g + uint64(1)) * size > uint64(n):
-                    lows[g], highs[g] = extremes(x, start, uint64(n) - (first + g) * size)
+                    lows[g], highs[g] = _extremes(x, start, uint64(n) - (first + g) * size)
                 else:
-                    lows[g], highs[g] = extremes(x, start, size)
+                    lows[g], highs[g] = _extremes(x, start, size)
                 start, inside = start + size, inside + size
                 if inside >= piece:
                     start, inside = start + stride - piece, uint64(0)
@@ -223,6 +231,7 @@ def unpack(bits: int, group: int, is_half: bool) -> Any:
     at_a_time = uint64(max(1, 1024 // group))
 
     @_jit
+    @variant_of(bits, group, is_half)
     def decode(codes, at, count, low, step, x, start):
         for i in range(uint64(count)):
             x[start + i] = to_bits(x, float32(int32(codes[at + i])) * step + low)

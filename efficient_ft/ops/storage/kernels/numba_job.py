@@ -6,7 +6,8 @@ Each job is a C function with one argument: a pointer to an array of 64-bit inte
 addresses. A job takes rows from the shared counter ``job[0]`` until no rows remain. Any number of threads can therefore
 run a job at the same time. A job is compiled at its first use, which takes seconds, and is then cached on disk.
 
-Only jobs are cached, and each variant of a job has a unique name (see `as_job`). Within a process, numba distinguishes
+Only jobs are cached. The code of a job includes the functions that it calls. Each variant of a job, and of a function
+that it calls, therefore has a unique name (see `as_job` and `variant_of`). Within a process, numba distinguishes
 variants of functions that share a name. However, code cached by different processes may use the same symbols for these
 variants. A call could then reach the wrong variant and return wrong results without an error.
 """
@@ -20,13 +21,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import cfunc, float32, int16, int32, int64, intp, njit, types, uint32
+from numba import float32, int16, int32, int64, intp, njit, types, uint32
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from efficient_ft.core.process_memory import release_library_pages
-from efficient_ft.ops.storage.kernels.compiler import compiler_works
+from efficient_ft.ops.storage.kernels.compiler import Kernel, compiler_works
 
 if not compiler_works():  # `optional_module` then selects the plain implementation
     raise ImportError("numba cannot compile kernels")
@@ -128,21 +129,34 @@ def to_bits(typing: Any, x: Any, number: Any) -> Any:
     return (x.dtype(x, float32), generate) if x.dtype in (int16, int32, float32) else None
 
 
+def variant_of(*variant: object) -> Callable[[Any], Any]:
+    """Return a decorator that adds `variant`, the values on which a function depends, to the function's name.
+
+    The decorator is required if a job calls a function that is defined in another function. `variant` must contain all
+    values on which the function depends, except constants of its module.
+    """
+
+    def named(function: Any) -> Any:
+        function.__qualname__ = "_".join([function.__qualname__, *map(str, variant)])
+        return function
+
+    return named
+
+
 def as_job(*variant: object, **options: Any) -> Callable[[Any], Any]:
-    """Return a decorator that compiles a function with one pointer argument to a C function.
+    """Return a decorator that compiles a function with one pointer argument to a C function, or loads cached code.
 
     The name of the C function includes the variant and the processor.
 
     Args:
         variant: Values on which the function depends, except constants of its module.
-        options: Options of ``numba.cfunc``. With ``cache=True``, the function must not close over compiled functions.
+        options: Options of ``numba.cfunc``.
     """
 
     def compiled(function: Any) -> Any:
-        name = function.__qualname__.partition(".")[0]
+        function.__qualname__ = function.__qualname__.partition(".")[0]
         _, processor, _ = cpu_target.target_context.codegen().magic_tuple()
-        function.__qualname__ = "_".join([name, *map(str, variant), processor])
-        job = cfunc(types.void(types.CPointer(int64)), **options)(function)
+        job = Kernel(variant_of(*variant, processor)(function), **options)
         release_library_pages()  # the compiler is not used until the next job
         return job
 

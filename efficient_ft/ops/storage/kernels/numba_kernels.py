@@ -323,7 +323,7 @@ def pack(size: int) -> Any:
     """Compile the job that packs rows of values with `size` bytes per value."""
     integer, lanes = _INTEGERS[size], _lanes(size)
 
-    @as_job(size, lanes, cache=True)
+    @as_job(size, lanes)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, pieces, length, kept = job[1], job[2], job[3], job[4]
@@ -354,7 +354,7 @@ def unpack(size: int) -> Any:
     """Compile the job that unpacks rows of values with `size` bytes per value."""
     integer, lanes = _INTEGERS[size], _lanes(size)
 
-    @as_job(size, lanes, cache=True)
+    @as_job(size, lanes)
     def job_of(pointer):
         job = carray(pointer, 16)
         rows, n, kept = job[1], job[2], job[3]
@@ -391,7 +391,7 @@ def quantize(size: int) -> Any:
     """Compile the job that quantizes values of `size` bytes (bfloat16 or float32)."""
     integer = _INTEGERS[size]
 
-    @as_job(size, cache=True)
+    @as_job(size)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
@@ -421,7 +421,7 @@ def dequantize(size: int) -> Any:
     """Compile the job that dequantizes to values of `size` bytes (bfloat16 or float32)."""
     integer = _INTEGERS[size]
 
-    @as_job(size, cache=True)
+    @as_job(size)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
@@ -454,7 +454,7 @@ def extremes(size: int) -> Any:
     """
     integer = _INTEGERS[size]
 
-    @as_job(size, cache=True)
+    @as_job(size)
     def job_of(pointer):
         job = carray(pointer, 16)
         blocks, block, rows, groups, inner, ranges, short = job[1], job[2], job[3], job[4], job[5], job[6], job[7]
