@@ -8,8 +8,8 @@ created plus the largest phase. On a GPU, the predicted peak is the memory reser
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -210,7 +210,12 @@ def predict(demand: Demand, base_bytes: int, allocator: str, device: str) -> Pre
 
 
 def count_evaluation(
-    network: nn.Module, spec: StepSpec, batch_size: int, size: tuple[int, ...], methods: Iterable[Any] = ()
+    network: nn.Module,
+    spec: StepSpec,
+    batch_size: int,
+    size: tuple[int, ...],
+    methods: Iterable[Any] = (),
+    evaluating: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> Forward:
     """Count the memory of evaluating one batch on fake tensors: forward pass, logits at the target size, and metrics.
 
@@ -220,19 +225,27 @@ def count_evaluation(
         batch_size: number of samples in the batch.
         size: (H, W) of the images, or (L,) of texts.
         methods: methods that have an effect in evaluation.
+        evaluating: function that receives the network and returns a context manager. The forward pass runs in the
+            context, under autocast.
     """
     probe = Probe(network, methods, replace(spec, batch_size=batch_size))
     with undisturbed():
         try:
-            return _forward(probe, batch_size, size, fake=True)
+            return _forward(probe, batch_size, size, evaluating, fake=True)
         except UserError:
             raise
         except Exception:  # the model does not support fake tensors
             few = min(batch_size, _FEW)
-            return _forward(probe, few, size, fake=False).scaled(batch_size / few)
+            return _forward(probe, few, size, evaluating, fake=False).scaled(batch_size / few)
 
 
-def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> Forward:
+def _forward(
+    probe: Probe,
+    samples: int,
+    size: tuple[int, ...],
+    evaluating: Callable[[nn.Module], AbstractContextManager[Any]],
+    fake: bool,
+) -> Forward:
     spec, task = probe.spec, probe.spec.task
     with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
@@ -247,7 +260,8 @@ def _forward(probe: Probe, samples: int, size: tuple[int, ...], fake: bool) -> F
             torch.no_grad(),
             torch.autocast("cpu", dtype=spec.dtype, enabled=AUTOCAST[spec.precision] is not None),
         ):
-            logits = task.evaluation_logits(model, inputs).float()
+            with evaluating(model):
+                logits = task.evaluation_logits(model, inputs).float()
             if logits.ndim > 2:
                 logits = at_size(logits, targets)
             task.loss(logits, targets)

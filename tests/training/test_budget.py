@@ -18,9 +18,10 @@ import torch
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
-from efficient_ft.cost import Demand, Forward, Prediction, predict
+from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, predict
 from efficient_ft.models import factory
 from efficient_ft.training.callbacks.recorder import stop_on_interrupt
+from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory import budget
 from efficient_ft.training.memory import watch as memory_watch
@@ -304,3 +305,30 @@ def test_the_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch, tmp_pa
     with pytest.raises(UserError, match=r"the limits of this process allow .*ulimit -v"):
         run(of_run(memory="1TB"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_in_bf16_counts_the_last_layer_in_fp32(tmp_path: Path) -> None:
+    """A U-Net with a wide last layer. Evaluation converts the input of this layer, its largest tensor, to fp32."""
+    images = write_folder(tmp_path / "shapes", {"train": 12, "val": 4, "test": 4})
+    kwargs = {"decoder_channels": [16, 16, 16, 16, 64]}
+    examples = []
+    for precision in ("bf16", "fp32"):
+        config = check(plain_segmentation(images, model={"kwargs": kwargs}, trainer__precision=precision))
+        predictor = Predictor(
+            config, kind_of(config).open(config, factory.input_of(config.model)), 0, torch.device("cpu")
+        )
+        demand = predictor.demand(config)
+        counted = demand.evaluation
+        examples.append(demand.examples)
+        size = predictor.readings(config)[1].size
+        pixels = counted.batch_bytes // (3 * 4 + 8)  # fp32 images and int64 masks
+        samples = pixels // (size[0] * size[1])
+        plain = count_evaluation(predictor.network(config), step_spec(config), samples, size)
+        if precision == "fp32":
+            assert counted == plain
+        else:
+            # The input exists in both precisions. The logits of the three classes are in fp32.
+            assert counted.largest_bytes == pixels * 64 * 4 > plain.largest_bytes
+            assert counted.peak_bytes >= pixels * (64 * (2 + 4) + 3 * 4)
+    assert examples[0] == examples[1], "examples are predicted in fp32"
+    assert examples[0].peak_bytes > 0

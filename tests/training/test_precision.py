@@ -41,7 +41,11 @@ def own_cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def units(monkeypatch):
-    """Return a function that sets whether devices have bf16 units, and the relative time of bf16."""
+    """Return a function that sets whether devices have bf16 units, and the relative time of bf16.
+
+    The rule for small networks is disabled, because the networks of these tests are small.
+    """
+    monkeypatch.setattr(precision, "_is_small", lambda network: False)
 
     def set_units(present: bool, ratio: float = 0.5) -> None:
         for module in (precision, bf16_units):
@@ -140,6 +144,7 @@ def test_the_measurement_of_products_is_short_and_draws_no_random_numbers(monkey
 
 
 def has_units(monkeypatch, ratio: float) -> None:
+    monkeypatch.setattr(precision, "_is_small", lambda network: False)
     monkeypatch.setattr(precision, "has_bf16_units", lambda device: True)
     monkeypatch.setattr(precision, "products_time", lambda: ratio)
 
@@ -195,6 +200,42 @@ def test_networks_with_depthwise_convolutions_are_timed(units, monkeypatch, name
     choice = choose_precision(network(name), CPU)
     assert choice.precision == ("fp32" if timed else "bf16")
     assert ("bf16 takes 1.50× the time of fp32 in a step of this network" in choice.reason) is timed
+
+
+@pytest.mark.parametrize(
+    ("name", "small"), [("vit_digits", True), ("deit_tiny", False), ("resnet18", False), ("mobilenetv2", False)]
+)
+def test_small_networks_with_narrow_layers_train_in_fp32_on_a_processor(monkeypatch, name, small):
+    """Nothing is measured, so the precision of the default job is the same on every processor with bf16 units."""
+    monkeypatch.setattr(precision, "has_bf16_units", lambda device: True)
+    if not small:
+        for measurement in ("products_time", "network_time"):
+            monkeypatch.setattr(precision, measurement, lambda *_: 0.5)
+    choice = choose_precision(network(name), CPU)
+    assert choice.precision == ("fp32" if small else "bf16")
+    if small:
+        assert choice.reason == "bf16 is slower for small networks with narrow layers on a processor"
+        assert choice.other == "trainer.precision=bf16 trains in bf16."
+        assert not precision.cache_file().exists()
+    assert choose_precision(network(name), torch.device("cuda")).precision == "bf16"
+
+
+@pytest.mark.parametrize(
+    ("layers", "small"),
+    [
+        (nn.Linear(219, 219), True),  # 109.5 products per value
+        (nn.Linear(220, 220), False),
+        (nn.Conv1d(24, 24, 9), True),  # 108
+        (nn.Conv2d(24, 24, 3), True),  # 108
+        (nn.Conv2d(25, 25, 3), False),
+        (nn.Conv2d(50, 50, 3, groups=2), False),  # 112.5
+        (nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(24))), True),
+        (nn.Sequential(*(nn.Linear(200, 200, bias=False) for _ in range(25))), False),  # a million parameters
+        (nn.Identity(), False),
+    ],
+)
+def test_the_size_of_small_networks(layers, small):
+    assert precision._is_small(layers) is small
 
 
 def test_the_time_of_a_network_is_stored_for_its_methods(units, monkeypatch):
@@ -336,6 +377,7 @@ from efficient_ft.training import precision, run
 rank = os.environ.get("LOCAL_RANK", "0")
 precision.has_bf16_units = lambda device: rank == "0"
 precision.products_time = lambda: 0.5
+precision._is_small = lambda network: False
 def noted(*arguments, resolve=run.resolve_precision):
     config = resolve(*arguments)
     Path(sys.argv[2] + "_" + rank).write_text(config.trainer.precision)

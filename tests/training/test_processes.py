@@ -5,6 +5,7 @@ Tests with Slurm are in tests/training/test_slurm.py.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import VOID, write_folder
 from tests.data.pictures import save
+from tests.promises.runs import in_processes
 from tests.training.runs import (
     assert_same_run,
     killed_process,
@@ -223,3 +225,47 @@ def test_a_signal_to_one_process_stops_both_with_a_checkpoint(tmp_path: Path) ->
     for folder in ("run", "straight"):
         run_in_processes(plain, tmp_path / folder)
     assert_same_run(tmp_path / "run", tmp_path / "straight")
+
+
+@pytest.mark.parametrize("state_bits", [32, pytest.param(8, marks=pytest.mark.exhaustive)])
+def test_two_processes_round_weights_in_bf16_to_the_same_bits(tmp_path: Path, state_bits: int) -> None:
+    """After each step, both processes have the same weights, and an interrupted run continues with the same bits."""
+    kwargs = {"depth": 2, "embed_dim": 64, "num_heads": 2}
+    in_bf16 = {"trainer__precision": "bf16", "trainer__weight_dtype": "bf16", "trainer__grad_accum_steps": 2}
+    plain = plain_config(
+        **in_bf16, model__kwargs=kwargs, trainer__max_steps=6, trainer__devices=2, data__batch_size=32,
+        optim__state_bits=state_bits,
+    )  # fmt: skip
+    straight = in_processes(2, _hashes_of_weights, plain, tmp_path / "straight", output=tmp_path / "straight")
+    assert straight[0] == straight[1]
+    assert list(straight[0]) == [0, 1, 2, 3, 4, 5, 6]  # 0: after the first batch of the first step
+    assert len(set(straight[0].values())) == 7
+    stopped = killed_process(plain, tmp_path / "broken", process=1, at=3, by=signal.SIGTERM)
+    assert stopped.returncode == 143, stopped.stderr
+    assert checkpoint.read(tmp_path / "broken" / checkpoint.NAME)["global_step"] < 6
+    resumed = in_processes(2, _hashes_of_weights, plain, tmp_path / "broken", output=tmp_path / "broken")
+    assert resumed[0] == resumed[1] == {step: straight[0][step] for step in resumed[0]}
+    assert min(resumed[0]) >= 3
+    assert max(resumed[0]) == 6
+    assert_same_run(tmp_path / "broken", tmp_path / "straight")
+    state = checkpoint.read(tmp_path / "broken" / checkpoint.NAME)["state_dict"]
+    assert state["model.blocks.0.attn.qkv.weight"].dtype == torch.bfloat16
+
+
+def _hashes_of_weights(plain: dict[str, Any], folder: Path) -> dict[int, str]:
+    """Train in this process, and return the hash of its weights after each batch, by step."""
+    from efficient_ft.config import check
+    from efficient_ft.training.callbacks.recorder import Recorder
+
+    found: dict[int, str] = {}
+    end = Recorder.on_train_batch_end
+
+    def hashed(self: Recorder, trainer: Any, module: Any, *args: Any) -> None:
+        weights = b"".join(p.detach().float().numpy().tobytes() for p in module.parameters())
+        found[trainer.global_step] = hashlib.sha256(weights).hexdigest()
+        end(self, trainer, module, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Recorder, "on_train_batch_end", hashed)
+        run(check(plain), folder)
+    return found

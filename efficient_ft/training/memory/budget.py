@@ -40,6 +40,7 @@ from efficient_ft.task import tensors_of
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
@@ -137,7 +138,9 @@ class Predictor:
         if (figure := self._kind.figure_input(evaluation)) is not None:
             size, examples_load = figure
             if size not in self._examples:
-                whole = replace(spec, task=self._kind.task)
+                # Examples are predicted in fp32. Networks with weights in bf16 cannot be counted without autocast.
+                precision = "fp32" if config.trainer.weight_dtype == "fp32" else spec.precision
+                whole = replace(spec, task=self._kind.task, precision=precision)
                 self._examples[size] = count_evaluation(network, whole, 1, size, methods)
             examples = self._examples[size]
         state = [*network.parameters(), *network.buffers()]
@@ -185,7 +188,8 @@ class Predictor:
         key = (config.model_dump_json(include={"model", *(("method",) if methods else ())}), samples, size)
         if key not in self._forwards:
             network = self.network(config)
-            self._forwards[key] = count_evaluation(network, step_spec(config), samples, size, methods)
+            spec = step_spec(config)
+            self._forwards[key] = count_evaluation(network, spec, samples, size, methods, last_layer_in_fp32)
         return self._forwards[key]
 
     def workers(self, config: Config) -> int:
