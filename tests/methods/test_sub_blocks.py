@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from efficient_ft.cost.meter import Meter
 from efficient_ft.methods import METHODS, apply_methods
 from efficient_ft.methods.memory.sub_blocks import PackedBlock
 from efficient_ft.ops.saving import chains
@@ -215,6 +216,22 @@ def test_a_chain_calls_few_python_functions():
     finally:
         sys.setprofile(None)
     assert count < 4 * 280, "functions per block, forward and backward; the mode calls 700"
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("name", ["low_bit", "mesa", "back_razor"])
+def test_the_backward_pass_of_a_feed_forward_network_holds_two_hidden_tensors(name: str, dtype: torch.dtype | None):
+    model = vit(img_size=64, depth=1, mlp_ratio=32)
+    method, settings = METHODS_AND_SETTINGS[name]
+    applied = METHODS[method](**settings)
+    apply_methods(model, [applied])
+    applied.step_begin(0)
+    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+        loss = model.train()(torch.randn(16, 3, 64, 64)).float().square().sum()
+    with Meter([]) as meter:
+        loss.backward()
+    hidden = 16 * 65 * 32 * 24 * (4 if dtype is None else 2)
+    assert 2 * hidden < meter.peak < 2.6 * hidden
 
 
 def test_the_gradient_of_a_chain_cannot_be_differentiated():

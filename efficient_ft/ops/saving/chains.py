@@ -35,7 +35,7 @@ from efficient_ft.ops.saving.attention import (
 )
 from efficient_ft.ops.saving.mode import PackingState, Policy
 from efficient_ft.ops.saving.norms import affine, layer_norm, layer_norm_backward
-from efficient_ft.ops.saving.products import linear_backward
+from efficient_ft.ops.saving.products import input_gradient, parameter_gradients
 from efficient_ft.ops.saving.sharing import memory_order
 from efficient_ft.ops.storage import Dense, PackContext, Packer
 
@@ -358,14 +358,12 @@ class Chain:
         of_x, of_norm_weight, of_norm_bias, _, of_bias_1, _, of_bias_2 = needs
         shape, of_norm, of_1, between, of_2, dtype_1, dtype_2 = kept
         norm_weight, norm_bias, weight_1, weight_2, rstd, mean = saved.tensors[:6]
-        x = None if of_2 is None else saved.get(of_2)
-        g, g_weight_2, g_bias_2 = linear_backward(g, x, weight_2, of_bias_2, dtype_2)
-        del x
-        g = self.between_backward(saved, between, settings, g)
+        # Each unpacked input is freed before the gradient of this input is created.
+        g_weight_2, g_bias_2 = parameter_gradients(g, None if of_2 is None else saved.get(of_2), of_bias_2)
+        g = self.between_backward(saved, between, settings, input_gradient(g, weight_2, dtype_2))
         saved.release()
-        x = None if of_1 is None else saved.get(of_1)
-        g, g_weight_1, g_bias_1 = linear_backward(g, x, weight_1, of_bias_1, dtype_1)
-        del x
+        g_weight_1, g_bias_1 = parameter_gradients(g, None if of_1 is None else saved.get(of_1), of_bias_1)
+        g = input_gradient(g, weight_1, dtype_1)
         wanted = [of_x, of_norm_weight, of_norm_bias]
         found = layer_norm_backward(g, saved.get(of_norm), shape, norm_weight, norm_bias, rstd, mean, wanted)
         return *found, g_weight_1, g_bias_1, g_weight_2, g_bias_2
@@ -378,7 +376,7 @@ class Chain:
         raise NotImplementedError  # abstract
 
     def between_backward(self, saved: _Saved, kept: Any, settings: Any, g: Tensor) -> Tensor:
-        """Return the gradient of the input of `between`."""
+        """Return the gradient of the input of `between`, given the gradient g of the output. g may be overwritten."""
         raise NotImplementedError  # abstract
 
     def _kernels(self) -> tuple[bool, ...]:
@@ -477,7 +475,7 @@ class FeedForwardChain(Chain):
 
     def between_backward(self, saved: _Saved, kept: int, settings: str, g: Tensor) -> Tensor:
         """See `Chain.between_backward`."""
-        g_y: Tensor = aten.gelu_backward.default(g, saved.get(kept), approximate=settings)
+        g_y: Tensor = aten.gelu_backward.grad_input(g, saved.get(kept), approximate=settings, grad_input=g)
         return g_y
 
 

@@ -34,28 +34,29 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = load(ctx)
         of_x, of_weight, of_bias = ctx.types
-        g_x, g_w, g_b = linear_backward(g, x, weight, ctx.needs_input_grad[3], of_x)
+        g_w, g_b = parameter_gradients(g, x, ctx.needs_input_grad[3])
+        del x  # free the unpacked input before its gradient is created
+        g_x = None if weight is None else input_gradient(g, weight, of_x)
         return None, g_x, None if g_w is None else g_w.to(of_weight), None if g_b is None else g_b.to(of_bias)
 
 
-def linear_backward(
-    g: Tensor, x: Tensor | None, weight: Tensor | None, of_bias: bool, dtype: torch.dtype
-) -> tuple[Any, Tensor | None, Tensor | None]:
-    """Return the gradients of the input (in `dtype`), the weight and the bias of a linear layer.
+def parameter_gradients(g: Tensor, x: Tensor | None, of_bias: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the gradients of the weight and the bias of a linear layer, given the gradient g of the output.
 
-    g is the gradient of the output. The gradient of the weight is None if x is None, that of the input if the weight is
-    None, and that of the bias if `of_bias` is False.
+    The gradient of the weight is None if the input x is None, and that of the bias if `of_bias` is False.
     """
     rows = g.reshape(-1, g.shape[-1])
     g_w = None if x is None else torch.mm(rows.t(), x.reshape(-1, x.shape[-1]))
-    g_b = rows.sum(0) if of_bias else None
-    if weight is None:
-        return None, g_w, g_b
+    return g_w, rows.sum(0) if of_bias else None
+
+
+def input_gradient(g: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the gradient of the input of a linear layer as a new tensor, given the gradient g of the output."""
     if weight.dtype != g.dtype:
         weight = weight.to(g.dtype)
     # `torch.mm` is called directly, because `matmul` calls several operations.
-    g_x = torch.mm(rows, weight).view(*g.shape[:-1], -1) if g.is_contiguous() else g @ weight
-    return g_x if g_x.dtype == dtype else g_x.to(dtype), g_w, g_b
+    g_x = torch.mm(g.reshape(-1, g.shape[-1]), weight).view(*g.shape[:-1], -1) if g.is_contiguous() else g @ weight
+    return g_x if g_x.dtype == dtype else g_x.to(dtype)
 
 
 @packs(F.linear)
