@@ -138,6 +138,21 @@ def test_a_ratio_is_the_median_over_rounds_of_the_same_file(generator):
     assert 1 / records.faster("tokens", "bsr") == pytest.approx(records.time("tokens", "bsr"), rel=0.01)
 
 
+def test_a_cosine_that_was_not_measured_is_unknown(generator):
+    from docsgen import columns, records
+
+    assert columns.cells("memory_process", "bsr+low_bit+lbp_dct", "cosine-trained") == ["–"]
+    assert columns.cells("memory_process", "low_bit", "cosine-trained") == [records.cosine("gradient_bits", "low_bit")]
+    assert columns.cells("memory", "back_razor", "cosine-trained") != ["–"]
+
+
+def test_the_table_of_the_process_shows_every_recipe_of_its_record(generator):
+    from docsgen import records
+
+    recipes = {name for name in records.load("memory_process")["recipes"] if not name.endswith(" bf16")}
+    assert recipes == set(records.LABELS["memory_process"])
+
+
 def test_every_cpu_record_says_that_the_machine_was_busy(generator):
     from docsgen import records
 

@@ -19,11 +19,9 @@ def _counted(file: str, name: str) -> float:
 
 
 def _trained_cosine(file: str, name: str) -> str:
-    """Return the cosine on the trained network, which is 1 for recipes of `memory_process` with exact gradients."""
-    if file == "memory_process":
-        gradient = LABELS["gradients_trained"].get(name)
-        return records.cosine("gradient_bits", gradient) if gradient else "1"
-    return records.cosine("gradient", LABELS["gradients"][name]) if name in LABELS["gradients"] else "–"
+    """Return the recorded cosine on the trained network, or "–" if it was not measured."""
+    labels, record = ("gradients_trained", "gradient_bits") if file == "memory_process" else ("gradients", "gradient")
+    return records.cosine(record, LABELS[labels][name]) if name in LABELS[labels] else "–"
 
 
 #: Heading of each column, and the function that computes its value from the record and the recipe. ``{batch}`` in a
