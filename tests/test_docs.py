@@ -153,6 +153,15 @@ def test_the_table_of_the_process_shows_every_recipe_of_its_record(generator):
     assert recipes == set(records.LABELS["memory_process"])
 
 
+def test_a_compiled_recipe_is_compared_with_the_same_recipe(generator):
+    from docsgen import columns, records
+
+    table = columns.compiled("compiled_efficientformer")
+    unchanged = records.time("compiled_efficientformer", "unchanged_compiled", baseline="unchanged")
+    assert "(prefix unchanged) | bf16 | " in table
+    assert f" | {unchanged:.2f}× | " in table
+
+
 def test_every_cpu_record_says_that_the_machine_was_busy(generator):
     from docsgen import records
 

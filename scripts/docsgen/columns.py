@@ -131,6 +131,27 @@ def chosen(file: str, columns: str, *names: str) -> str:
 
 
 @block
+def compiled(*files: str) -> str:
+    """Compare compiled recipes with the same recipes without ``trainer.compile``.
+
+    The time for compilation is the difference between the first step and the median step.
+    """
+    rows = []
+    for file in files:
+        data = records.load(file)
+        network = f"{LABELS['networks'][data['model']]}, {data['batch']}"
+        for name, of in data["recipes"].items():
+            if "compiled" not in of:
+                continue
+            label = LABELS["compiled"][of["baseline"].removesuffix(f" {of['dtype']}")]
+            ratios = [times(records.time(file, name, part)) for part in ("step", "forward", "backward")]
+            compilation = f"{of['first_step_seconds'] - seconds(file, name):.0f} s"
+            rows.append([network, label, of["dtype"], duration(seconds(file, of["baseline"])), *ratios, compilation])
+    head = ["network, batch size", "method", "precision", "step, not compiled", "compiled / not compiled: step"]
+    return table([*head, "forward", "backward", "compilation"], rows, left=3)
+
+
+@block
 def counted(model: str) -> str:
     """Show the counted costs of every recipe on one model."""
     return table(["recipe", *headings(COUNTED)], counted_rows(model))
