@@ -162,6 +162,24 @@ def test_a_compiled_recipe_is_compared_with_the_same_recipe(generator):
     assert f" | {unchanged:.2f}× | " in table
 
 
+def test_the_rows_of_a_study_are_compared_with_its_rows_in_bf16(generator):
+    from docsgen import studies
+
+    runs = {(run["row"], run["seed"]): run for run in studies.records("vit_digits_precisions").runs}
+    assert {row.removesuffix(" bf16") for row, _ in runs} <= {row for row, _ in runs}
+    bf16, fp32 = runs["full+mesa bf16", 0]["settings"], runs["full+mesa", 0]["settings"]
+    assert [(a, b) for a, b in zip(fp32, bf16, strict=True) if a != b] == [
+        ("trainer.precision=fp32", "trainer.precision=bf16")
+    ]
+    table = studies.both_precisions("vit_digits_precisions")
+    means = [
+        statistics.mean(studies.test_accuracy(runs[row, seed]) for seed in (0, 1))
+        for row in ("full+mesa", "full+mesa bf16")
+    ]
+    assert f"| `full+mesa` | {means[0]:.1f} ± " in table
+    assert f"| {means[1]:.1f} ± " in table
+
+
 def test_every_cpu_record_says_that_the_machine_was_busy(generator):
     from docsgen import records
 
