@@ -138,6 +138,48 @@ def test_a_ratio_is_the_median_over_rounds_of_the_same_file(generator):
     assert 1 / records.faster("tokens", "bsr") == pytest.approx(records.time("tokens", "bsr"), rel=0.01)
 
 
+def test_a_cosine_that_was_not_measured_is_unknown(generator):
+    from docsgen import columns, records
+
+    assert columns.cells("memory_process", "bsr+low_bit+lbp_dct", "cosine-trained") == ["–"]
+    assert columns.cells("memory_process", "low_bit", "cosine-trained") == [records.cosine("gradient_bits", "low_bit")]
+    assert columns.cells("memory", "back_razor", "cosine-trained") != ["–"]
+
+
+def test_the_table_of_the_process_shows_every_recipe_of_its_record(generator):
+    from docsgen import records
+
+    recipes = {name for name in records.load("memory_process")["recipes"] if not name.endswith(" bf16")}
+    assert recipes == set(records.LABELS["memory_process"])
+
+
+def test_a_compiled_recipe_is_compared_with_the_same_recipe(generator):
+    from docsgen import columns, records
+
+    table = columns.compiled("compiled_efficientformer")
+    unchanged = records.time("compiled_efficientformer", "unchanged_compiled", baseline="unchanged")
+    assert "(prefix unchanged) | bf16 | " in table
+    assert f" | {unchanged:.2f}× | " in table
+
+
+def test_the_rows_of_a_study_are_compared_with_its_rows_in_bf16(generator):
+    from docsgen import studies
+
+    runs = {(run["row"], run["seed"]): run for run in studies.records("vit_digits_precisions").runs}
+    assert {row.removesuffix(" bf16") for row, _ in runs} <= {row for row, _ in runs}
+    bf16, fp32 = runs["full+mesa bf16", 0]["settings"], runs["full+mesa", 0]["settings"]
+    assert [(a, b) for a, b in zip(fp32, bf16, strict=True) if a != b] == [
+        ("trainer.precision=fp32", "trainer.precision=bf16")
+    ]
+    table = studies.both_precisions("vit_digits_precisions")
+    means = [
+        statistics.mean(studies.test_accuracy(runs[row, seed]) for seed in (0, 1))
+        for row in ("full+mesa", "full+mesa bf16")
+    ]
+    assert f"| `full+mesa` | {means[0]:.1f} ± " in table
+    assert f"| {means[1]:.1f} ± " in table
+
+
 def test_every_cpu_record_says_that_the_machine_was_busy(generator):
     from docsgen import records
 

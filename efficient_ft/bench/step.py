@@ -18,6 +18,7 @@ from efficient_ft.bench.recipes import Configure, Network, Recipe
 from efficient_ft.bench.timing import alternate, summary, waiter
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_seconds
 from efficient_ft.cost import StepSpec, TrainingStep, executed
 from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.methods.build import build_methods
@@ -136,9 +137,10 @@ def measure_steps(
 ) -> dict[str, Any]:
     """Time and count training steps of each recipe on random weights and images.
 
-    The baseline of a recipe is the first recipe with the same precision. Feature maps have the memory format that runs
-    use (`trainer.channels_last`). `warmup` rounds run before the `rounds` timed rounds. The result is a
-    JSON-serializable report, which `tables.report_text` formats.
+    The baseline of a recipe is the first recipe with the same precision. A recipe with ``trainer.compile=true`` is
+    compared with the same recipe without this setting, if that recipe is measured. The first step of compiled recipes
+    is timed, too. Feature maps have the memory format that runs use (`trainer.channels_last`). `warmup` rounds run
+    before the `rounds` timed rounds. The result is a JSON-serializable report, which `tables.report_text` formats.
 
     Raises:
         UserError: If a recipe or model cannot be used.
@@ -159,14 +161,17 @@ def measure_steps(
             calls[recipe.name] = PartsTimer(step, factory.random_model(config.model, network.num_classes))
             if recipe.wrap is not None:
                 counts[recipe.name]["executed"]["saved_bytes"] = recipe.wrap(step) / network.batch_size
-        first = {precision: name for name, precision in reversed(precisions.items())}
-        baselines = {name: first[precision] for name, precision in precisions.items()}
+        for name in calls:
+            if "compiled" in counts[name]:
+                counts[name]["first_step_seconds"] = _seconds_of_the_first_step(calls[name])
+        baselines = _baselines(recipes, precisions)
         result = summary(alternate(calls, rounds, warmup), baselines)
     compiled: list[str] = []
     for name, step in steps.items():
         if "compiled" in counts[name]:
             counts[name]["compiled"] = str(counts[name]["compiled"])
-            compiled.append(f"{name}: {counts[name]['compiled']}")
+            first = format_seconds(counts[name]["first_step_seconds"])
+            compiled.append(f"{name}: {counts[name]['compiled']} The first step took {first}.")
         counts[name].update(dtype=precisions[name], baseline=baselines[name])
         counts[name]["peak_bytes"] = counts[name]["executed"]["peak_bytes"] if on_cpu else step.cuda_peak()
     notes = [] if on_cpu else ["The peak memory is measured on the device."]
@@ -185,6 +190,24 @@ def measure_steps(
         "recipes": {name: {**counts[name], "measured": result[name]} for name in precisions},
         "notes": notes,
     }
+
+
+def _baselines(recipes: Sequence[Recipe], precisions: dict[str, str]) -> dict[str, str]:
+    """Return the name of the baseline of each recipe. `precisions` contains the precision of each recipe."""
+    first = {precision: name for name, precision in reversed(precisions.items())}
+    same = {recipe.overrides: recipe.name for recipe in recipes if recipe.wrap is None}
+    baselines = {}
+    for recipe in recipes:
+        plain = tuple(one for one in recipe.overrides if one != "trainer.compile=true")
+        default = first[precisions[recipe.name]]
+        baselines[recipe.name] = same.get(plain, default) if plain != recipe.overrides else default
+    return baselines
+
+
+def _seconds_of_the_first_step(call: Callable[[], dict[str, float]]) -> float:
+    """Return the time of the first step of a compiled recipe, without code that an earlier process has compiled."""
+    with torch.compiler.config.patch(force_disable_caches=True):  # type: ignore[attr-defined]
+        return call()["step"]
 
 
 def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str, Any]]:

@@ -19,11 +19,9 @@ def _counted(file: str, name: str) -> float:
 
 
 def _trained_cosine(file: str, name: str) -> str:
-    """Return the cosine on the trained network, which is 1 for recipes of `memory_process` with exact gradients."""
-    if file == "memory_process":
-        gradient = LABELS["gradients_trained"].get(name)
-        return records.cosine("gradient_bits", gradient) if gradient else "1"
-    return records.cosine("gradient", LABELS["gradients"][name]) if name in LABELS["gradients"] else "–"
+    """Return the recorded cosine on the trained network, or "–" if it was not measured."""
+    labels, record = ("gradients_trained", "gradient_bits") if file == "memory_process" else ("gradients", "gradient")
+    return records.cosine(record, LABELS[labels][name]) if name in LABELS[labels] else "–"
 
 
 #: Heading of each column, and the function that computes its value from the record and the recipe. ``{batch}`` in a
@@ -130,6 +128,27 @@ def chosen(file: str, columns: str, *names: str) -> str:
     """Show some recipes of a record: ``chosen memory_process "saved cosine-trained time" low_bit back_razor``."""
     rows = [[LABELS[file][name], *cells(file, name, columns)] for name in names]
     return table(["recipe", *headings(columns)], rows)
+
+
+@block
+def compiled(*files: str) -> str:
+    """Compare compiled recipes with the same recipes without ``trainer.compile``.
+
+    The time for compilation is the difference between the first step and the median step.
+    """
+    rows = []
+    for file in files:
+        data = records.load(file)
+        network = f"{LABELS['networks'][data['model']]}, {data['batch']}"
+        for name, of in data["recipes"].items():
+            if "compiled" not in of:
+                continue
+            label = LABELS["compiled"][of["baseline"].removesuffix(f" {of['dtype']}")]
+            ratios = [times(records.time(file, name, part)) for part in ("step", "forward", "backward")]
+            compilation = f"{of['first_step_seconds'] - seconds(file, name):.0f} s"
+            rows.append([network, label, of["dtype"], duration(seconds(file, of["baseline"])), *ratios, compilation])
+    head = ["network, batch size", "method", "precision", "step, not compiled", "compiled / not compiled: step"]
+    return table([*head, "forward", "backward", "compilation"], rows, left=3)
 
 
 @block

@@ -12,7 +12,6 @@ import yaml
 
 from docsgen import ROOT
 from docsgen.markdown import block, table
-from docsgen.records import load
 from efficient_ft.papers.published import published_table
 from efficient_ft.record.study import NEAR, Records, shown, test_accuracy
 from efficient_ft.report import studies
@@ -196,26 +195,23 @@ def _differences(name: str) -> list[tuple[str, float]]:
 @block
 def over_precisions(fp32: str, bf16: str, *rows: str) -> str:
     """Compare two studies that differ only in the precision, over their common seeds."""
-    runs = {
-        row: [{one["seed"]: test_accuracy(one) for one in records(of).finished(row)} for of in (fp32, bf16)]
-        for row in rows
-    }
-    return _precisions_table(runs)
+    return _precisions_table({row: [_by_seed(of, row) for of in (fp32, bf16)] for row in rows})
 
 
 @block
-def precisions_of_digits() -> str:
-    """Compare the methods in the record of ``scripts/precision.py`` in both precisions."""
-    return _precisions_table(_digits())
+def both_precisions(name: str) -> str:
+    """Compare the rows of a study with the rows in bf16, whose names end with ``bf16``, over their common seeds.
+
+    Rows that were not run with at least two seeds in both precisions are omitted.
+    """
+    rows = [row for row in records(name).study.rows if f"{row} bf16" in records(name).study.rows]
+    runs = {row: [_by_seed(name, one) for one in (row, f"{row} bf16")] for row in rows}
+    return _precisions_table({row: of for row, of in runs.items() if len(of[0].keys() & of[1].keys()) > 1})
 
 
-def _digits() -> dict[str, list[dict[int, float]]]:
-    """Return the accuracies in fp32 and in bf16 for each row of the record of ``scripts/precision.py``, by seed."""
-    runs: dict[str, list[dict[int, float]]] = {}
-    for run in load("precision")["runs"]:
-        of = runs.setdefault(run["row"], [{}, {}])[run["precision"] == "bf16"]
-        of[run["seed"]] = run["accuracy"]
-    return runs
+def _by_seed(name: str, row: str) -> dict[int, float]:
+    """Return the test accuracy of a row in percent for each seed."""
+    return {one["seed"]: test_accuracy(one) for one in records(name).finished(row)}
 
 
 def precision_differences(name: str, *without: str) -> list[float]:

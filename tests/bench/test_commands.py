@@ -65,13 +65,20 @@ def test_steps_of_a_compiled_recipe(
 ):
     monkeypatch.setattr(step, "compile_blocks", partial(compile_blocks, backend="eager"))
     file = tmp_path / "step.json"
-    arguments = "step --model vit_digits --batch 2 --classes 10 --rounds 1 --warmup 1 full"
-    run(*arguments.split(), "compiled=full:trainer.compile=true", "--json", str(file))
-    full, compiled = json.loads(file.read_text(encoding="utf-8"))["recipes"].values()
+    arguments = "step --model vit_digits --batch 2 --classes 10 --rounds 1 --warmup 1 head"
+    compiled_full = "compiled=full:trainer.compile=true"
+    run(*arguments.split(), "full", compiled_full, "alone=bitfit:trainer.compile=true", "--json", str(file))
+    recipes = json.loads(file.read_text(encoding="utf-8"))["recipes"]
+    full, compiled = recipes["full"], recipes["compiled"]
     assert compiled["executed"] == full["executed"]
-    assert "compiled" not in full
-    assert compiled["compiled"] in unwrapped(capsys.readouterr().out)
+    assert not {"compiled", "first_step_seconds"} & set(full)
+    printed = unwrapped(capsys.readouterr().out)
+    assert f"compiled: {compiled['compiled']} The first step took" in printed
     assert "blocks compiled" in compiled["compiled"]
+    assert compiled["first_step_seconds"] > compiled["measured"]["step"]["median"]
+    baselines = {name: of["baseline"] for name, of in recipes.items()}
+    assert baselines == {"head": "head", "full": "head", "compiled": "full", "alone": "head"}
+    assert "baseline: head and full" in printed
 
 
 def test_a_step_is_compiled_after_batch_norm_is_frozen(monkeypatch: pytest.MonkeyPatch):

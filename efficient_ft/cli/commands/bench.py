@@ -54,7 +54,8 @@ in a separate process.
 
 A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets its
 name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The baseline of a recipe is the
-first recipe with the same precision. --dtype both measures each recipe in fp32 and in bf16.
+first recipe with the same precision. The baseline of a recipe with trainer.compile=true is the same recipe without this
+setting, if it is measured. --dtype both measures each recipe in fp32 and in bf16.
 
 step measures the parts of training steps. On a CPU, feature maps use the channels-last memory format, as in training.
 To measure timm's unmodified model, set trainer.channels_last=false and trainer.prefix=fp32 in a recipe. memory compares
