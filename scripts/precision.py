@@ -19,7 +19,7 @@ FOLDER = ROOT / "outputs" / "precision"
 STUDY = ROOT / "results" / "vit_digits_precisions"
 PRETRAINING = ["model=vit_digits", "data=folder", "data.num_workers=0", "data.augment.name=none", "data.batch_size=32",
                "recipe=none", "method=full", "optim=adam", "optim.lr=2e-3", "optim.label_smoothing=0",
-               "trainer.epochs=3", "trainer.precision=fp32", "cost.baseline=none", "seed=0"]  # fmt: skip
+               "trainer.epochs=12", "trainer.precision=fp32", "cost.baseline=none", "seed=0"]  # fmt: skip
 
 
 def write_inverted_digits(folder: Path) -> None:
