@@ -14,9 +14,9 @@ from torch import nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost import executed, layer_flops
 from efficient_ft.methods import LBPDCT, LBPWHT, Full, LastStage, apply_methods
-from efficient_ft.methods.backprop.low_rank import LowRankConv2d, LowRankLinear
-from efficient_ft.models.view import Reason, view
-from efficient_ft.ops.projection import WalshProjector, low_pass_l1
+from efficient_ft.methods.backprop.low_rank import LowRank, LowRankConv2d, LowRankLinear
+from efficient_ft.models.view import Reason, TokenLayout, view
+from efficient_ft.ops.projection import CosineProjector, Projection, WalshProjector, low_pass_l1
 from efficient_ft.testing import batch_of, model_of
 
 # A pattern of all layers that the paper projects, for each model.
@@ -343,3 +343,15 @@ def test_gradients_do_not_depend_on_the_memory_format(method):
         found.append([p.grad for p in model.parameters()])
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_copies_of_a_layer_do_not_contain_its_projection():
+    how = LowRank(CosineProjector(2), TokenLayout("tokens", (7, 7), 1))
+    projection = how.projection((7, 7), (3, 4))
+    assert how.projection((7, 7), (3, 4)) is projection
+    assert how.projection((5, 5), (3, 4)).tokens == 26
+    for copied in (copy.deepcopy(how), pickle.loads(pickle.dumps(how))):
+        assert not any(isinstance(value, Projection) for value in [*vars(copied).values(), *copied._last])
+        assert copied.projection((7, 7), (3, 4)) is projection
+    how.projector = CosineProjector(3)  # as after profiling
+    assert how.projection((7, 7), (3, 4)) is not projection

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
 from efficient_ft.ops.autocast import compute_dtype
 from efficient_ft.ops.projection import (
+    Grid,
     Projection,
     Projector,
     SubsetProjection,
@@ -51,6 +52,20 @@ class LowRank:
     tokens: TokenLayout
     energy: Tensor | None = None
     fused: bool = False
+    _last: tuple[Any, ...] = field(default=(None, None, None), repr=False, compare=False)
+
+    def projection(self, grid: Grid, channels: tuple[int, int]) -> Projection:
+        """Return the projection for a grid and (C_in, C_out) channels, which is usually that of the last call."""
+        projector, key, projection = self._last
+        if projector is not self.projector or key != (grid, channels):
+            assert self.projector is not None
+            projection = self.projector.projection(grid, self.tokens.prefix, channels)
+            self._last = self.projector, (grid, channels), projection
+        return projection
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles of a model do not contain projections.
+        return {**self.__dict__, "_last": (None, None, None)}
 
 
 class LowRankLinear(nn.Linear):
@@ -73,13 +88,14 @@ class LowRankLinear(nn.Linear):
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
         channels = (self.in_features, self.out_features)
-        projection: Projection | SubsetProjection = how.projector.projection(grid, how.tokens.prefix, channels)
+        projection: Projection | SubsetProjection = how.projection(grid, channels)
         if tokens is not None:
             projection = _of_kept(projection, tokens, how.tokens.prefix, x)
             exact, low_rank = backward_flops(projection, channels)
             if low_rank >= exact:
                 return super().forward(x)
-        if x.shape[1:-1].numel() != projection.tokens:
+        shape = x.shape
+        if (shape[1] if len(shape) == 3 else shape[1:-1].numel()) != projection.tokens:
             raise UserError(
                 f"Low-rank backward pass: a layer received {x.shape[1]} tokens, but {how.tokens.prefix} prefix tokens"
                 f" and a grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size"
@@ -101,7 +117,7 @@ class LowRankConv2d(nn.Conv2d):
         how, grid = self.low_rank, (x.shape[2], x.shape[3])
         if how.projector is None:
             return _profiled(super().forward(x), how, grid)
-        projection = how.projector.projection(grid, 0, (self.in_channels, self.out_channels))
+        projection = how.projection(grid, (self.in_channels, self.out_channels))
         return low_rank_conv1x1(x, self.weight, self.bias, projection, how.fused)
 
 

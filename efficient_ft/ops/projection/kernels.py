@@ -190,7 +190,7 @@ def mix_backward(g: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _shape(x: Tensor) -> list[int]:
-    return [len(x) * -(-x.shape[3] // _kernels().WIDTH), x.shape[3], x.shape[1], x.shape[2]]
+    return [len(x) * -(-x.shape[3] // _pooling().WIDTH), x.shape[3], x.shape[1], x.shape[2]]
 
 
 def _run(kernel: Any, projection: Projection, batch: int, n: int, of: list[str], tensors: list[Tensor]) -> None:

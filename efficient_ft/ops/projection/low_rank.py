@@ -43,7 +43,9 @@ def low_rank_linear(
             remaining tokens of each image.
         fused: If True, use the kernels in `kernels` for bfloat16 tensors that they support.
     """
-    return _LowRankLinear.apply(*to_autocast_dtype(x, weight, bias), projection, weakref.ref(x), fused)
+    autocast = torch.is_autocast_enabled(x.device.type)
+    parts = to_autocast_dtype(x, weight, bias) if autocast else (x, weight, bias)
+    return _LowRankLinear.apply(*parts, projection, weakref.ref(x), fused, autocast)
 
 
 @torch.compiler.disable  # whether two layers share x̂ is known only at run time
@@ -73,8 +75,11 @@ class _LowRankLinear(torch.autograd.Function):
         projection: Projection | SubsetProjection,
         read: Any,
         fused: bool,
+        autocast: bool,
     ) -> Tensor:
         _save(ctx, x if x.dim() == 3 else x.flatten(1, 2), weight, projection, read, fused)
+        if not autocast:
+            return F.linear(x, weight, bias)
         with autocast_disabled(x):
             return F.linear(x, weight, bias)
 
@@ -89,7 +94,7 @@ class _LowRankLinear(torch.autograd.Function):
             g_x = ctx.projection.back(gx_hat, constants)
         if g_x is not None and g.dim() == 4:
             g_x = g_x.unflatten(1, g.shape[1:3])
-        return g_x, g_w, g_b, None, None, None
+        return g_x, g_w, g_b, None, None, None, None
 
 
 class _LowRankConv1x1(torch.autograd.Function):
@@ -119,6 +124,9 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None, None
 
 
+_FEW = 16  # minimum number of coefficients for which the layout of the product saves more than its views cost
+_WIDE = 512  # minimum number of input channels for which the product of `weight_gradient` is computed in pieces
+
 #: The attribute `held` stores the last x̂. The next layer reuses x̂ if its input is the same tensor. The backward pass
 #: frees x̂ and may run in several threads, so the state is one attribute that is replaced atomically.
 _last = SimpleNamespace(held=None)
@@ -139,8 +147,13 @@ def _save(
     ctx.projection = projection
     ctx.fused = fused and isinstance(projection, Projection) and x_BNC.dtype == torch.bfloat16
     constants = projection.constants(x_BNC.device, x_BNC.dtype)
-    x_hat = _x_hat(x_BNC, projection, constants, read, ctx.fused) if ctx.needs_input_grad[1] else None
-    save(ctx, x_hat, weight if ctx.needs_input_grad[0] else None, *constants.matrices)
+    of_x, of_weight, *_ = ctx.needs_input_grad
+    x_hat = _x_hat(x_BNC, projection, constants, read, ctx.fused) if of_weight else None
+    ctx.packed = isinstance(x_hat, Packed)
+    if ctx.packed:
+        save(ctx, x_hat, weight if of_x else None, *constants.matrices)
+    else:
+        ctx.save_for_backward(x_hat, weight if of_x else None, *constants.matrices)
 
 
 def _x_hat(
@@ -179,22 +192,29 @@ def _projected(unpack: Callable[..., Tensor], projection: Projection | SubsetPro
 def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor | None, Tensor | None]:
     """Return the constants, g_w (C_out, C_in), g_b (C_out,) and ĝw (B, R, C_in). Gradients are None if not required."""
     _last.held = None
-    x_hat, weight, *_ = load(ctx)
+    x_hat, weight, *_ = load(ctx) if ctx.packed else ctx.saved_tensors
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
-    g_hat, g_b = _project(g_BNC, ctx.projection, constants, ctx.fused, sums=ctx.needs_input_grad[2])
-    g_w = None if x_hat is None else weight_gradient(g_hat.flatten(0, 1), x_hat.flatten(0, 1))
-    if ctx.needs_input_grad[2] and g_b is None:
+    of_x, _, of_bias, *_ = ctx.needs_input_grad
+    g_hat, g_b = _project(g_BNC, ctx.projection, constants, ctx.fused, sums=of_bias)
+    # For small layers, each view takes as long as a product, so that no view is made twice.
+    g_rows = g_hat.flatten(0, 1)
+    batch, rank, _ = g_hat.shape
+    g_w = None if x_hat is None else weight_gradient(g_rows, x_hat.flatten(0, 1))
+    if of_bias and g_b is None:
         if constants.ones is not None and g_BNC.dtype in (torch.float32, torch.float64):
             # The sum over positions is computed from the coefficients to avoid a second pass over g.
-            g_b = torch.matmul(constants.ones, g_hat.sum(0))
+            g_b = torch.mv((g_rows if batch == 1 else g_hat.sum(0)).t(), constants.ones)
         else:
             g_b = g_BNC.sum((0, 1))
     gx_hat = None
-    if ctx.needs_input_grad[0] and ctx.fused:
-        gx_hat = torch.mm(g_hat.flatten(0, 1), weight.flatten(1)).unflatten(0, g_hat.shape[:2])
-    elif ctx.needs_input_grad[0]:
-        # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to 25 % less time.
-        gx_hat = torch.mm(weight.flatten(1).T, g_hat.flatten(0, 1).T).unflatten(1, g_hat.shape[:2]).permute(1, 2, 0)
+    if of_x:
+        weight = weight if weight.dim() == 2 else weight.flatten(1)
+        if ctx.fused or batch * rank < _FEW:
+            gx_hat = torch.mm(g_rows, weight).view(batch, rank, -1)
+        else:
+            # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to 25 % less time.
+            gx_CR = torch.mm(weight.t(), g_rows.t())
+            gx_hat = gx_CR.as_strided((batch, rank, gx_CR.shape[0]), (rank, 1, batch * rank))
     return constants, g_w, g_b, gx_hat
 
 
@@ -212,8 +232,8 @@ def _project(
 def weight_gradient(g_hat: Tensor, x_hat: Tensor) -> Tensor:
     """Compute ĝᵀx̂ (C_out, C_in) from ĝ (B·R, C_out) and x̂ (B·R, C_in)."""
     c_out, c_in = g_hat.shape[1], x_hat.shape[1]
-    if g_hat.device.type != "cpu" or g_hat.dtype != torch.float32 or c_in < 2 * c_out:
-        return torch.mm(g_hat.T, x_hat)
+    if c_in < 2 * c_out or c_in < _WIDE or g_hat.device.type != "cpu" or g_hat.dtype != torch.float32:
+        return torch.mm(g_hat.t(), x_hat)
     # In fp32, CPU libraries parallelize products with a wide result poorly. Square pieces take 20 % less time.
     g_w = g_hat.new_empty(c_out, c_in)
     pieces = c_in // c_out

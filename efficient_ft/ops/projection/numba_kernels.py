@@ -26,6 +26,7 @@ from efficient_ft.ops.projection.numba_tiles import (
     _load,
     _load_four,
     _part,
+    _prefetch_four,
     _repeat,
     _store,
     _store_four,
@@ -166,6 +167,7 @@ def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: boo
                 hats[: 4 * blocks * WIDTH] = float32(0)
                 for p in range(0, count, 4):
                     _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _prefetch_four(x, positions[at:], p + 4, count, image * tokens, n, first)
                     _load_four(x, starts, last - first, rows)
                     if copies:
                         y = carray(_address(job[14]), (batch * tokens * n,), to_kind)
@@ -174,6 +176,7 @@ def project(of: int, to: int, second: int, scaled: bool, sums: bool, copies: boo
                         _add_four(rows, of_x)
                     if second != 0:
                         f = carray(_address(job[15]), (batch * tokens * n,), second_kind)
+                        _prefetch_four(f, positions[at:], p + 4, count, image * tokens, n, first)
                         _load_four(f, starts, last - first, other)
                         _add_products(rows, other, of_product)
                     _analyze(rows, hats, matrices[at_matrix + 4 * p * blocks :], blocks)
@@ -224,6 +227,7 @@ def back(of: int, to: int, second: int) -> Any:
                     _find_four(starts, positions[at:], p, count, image * tokens, n, first)
                     if second != 0:
                         g = carray(_address(job[13]), (batch * tokens * n,), second_kind)
+                        _prefetch_four(g, positions[at:], p + 4, count, image * tokens, n, first)
                         _load_four(g, starts, last - first, other)
                         _add_four(other, rows)
                     _store_four(rows, starts, last - first, x)
@@ -261,6 +265,7 @@ def activate(size: int, projects: bool) -> Any:
                 hats[: 4 * blocks * WIDTH] = float32(0)
                 for p in range(0, count, 4):
                     _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _prefetch_four(f, positions[at:], p + 4, count, image * tokens, n, first)
                     _load_four(f, starts, last - first, other)
                     _gelu_four(other, scale, shift, rows)
                     _store_four(rows, starts, last - first, y)
@@ -322,6 +327,7 @@ def activate_backward(size: int) -> Any:
                     at_block = at_matrix + 4 * p * blocks
                     _synthesize(before, rows, synthesis[at_block:], blocks)
                     _find_four(starts, positions[at:], p, count, image * tokens, n, first)
+                    _prefetch_four(f, positions[at:], p + 4, count, image * tokens, n, first)
                     _load_four(f, starts, last - first, other)
                     if size == 2:
                         _gelu_four_rounded_gradient(rows, other, scale, shift, of_shift, of_scale)

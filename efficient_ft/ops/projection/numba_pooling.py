@@ -15,14 +15,20 @@ from numba import carray, float32
 
 from efficient_ft.ops.projection.numba_tiles import (
     _KINDS,
-    WIDTH,
-    _chunks,
     _jit,
     _load,
-    _part,
     _store,
 )
 from efficient_ft.ops.storage.kernels.numba_job import _address, _take, as_job
+
+WIDTH = 64  # number of channels that a job processes, so that its maps of 7×7 positions stay in the first caches
+
+
+@_jit
+def _part(j, chunks, n):
+    """Return the image of a part of a job, its first channel, and the channel after its last channel."""
+    first = (j % chunks) * WIDTH
+    return j // chunks, first, min(first + WIDTH, n)
 
 
 @_jit
@@ -87,7 +93,7 @@ def mix(of: int, to: int) -> Any:
     def mix_job(pointer):
         job = carray(pointer, 20)
         jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = _chunks(n)
+        chunks = (n + WIDTH - 1) // WIDTH
         tokens = height * width
         size = jobs // chunks * tokens * n
         x = carray(_address(job[5]), (size,), of_kind)
@@ -126,7 +132,7 @@ def mix_backward(of: int, to: int, saved: int) -> Any:
     def mix_backward_job(pointer):
         job = carray(pointer, 20)
         jobs, n, height, width = job[1], job[2], job[3], job[4]
-        chunks = _chunks(n)
+        chunks = (n + WIDTH - 1) // WIDTH
         tokens = height * width
         batch = jobs // chunks
         g = carray(_address(job[5]), (batch * tokens * n,), of_kind)

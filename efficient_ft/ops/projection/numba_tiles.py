@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import carray, float32, int64, njit
 
-from efficient_ft.ops.storage.kernels.numba_job import _address, to_bits, to_float
+from efficient_ft.ops.storage.kernels.numba_job import _address, prefetch, to_bits, to_float
 
 WIDTH = 128  # number of channels that a job processes
 _FOUR = 4 * WIDTH  # number of values of four positions, which are processed together
@@ -148,6 +148,19 @@ def _load_four(x, starts, width, rows):
             rows[to : to + WIDTH] = float32(0)
         else:
             _load(x[start : start + width], rows[to : to + width])
+
+
+@_jit
+def _prefetch_four(x, positions, p, count, before, n, first):
+    """Request 128 channels of the four positions that start at p, if they exist.
+
+    The channels of a position are too few for the prefetcher of the processor, which follows long streams.
+    """
+    step = 64 // x.itemsize
+    for k in range(p, min(p + 4, count)):
+        start = (before + positions[k]) * n + first
+        for i in range(0, min(WIDTH, n - first), step):
+            prefetch(x, start + i)
 
 
 @_jit

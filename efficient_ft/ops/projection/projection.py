@@ -24,6 +24,7 @@ from efficient_ft.ops.projection.transforms import Grid, Pairs, Tile, dct_tiles,
 
 #: Maximum number of positions for which a product with one dense matrix is faster than gathering tiles.
 DENSE_LIMIT = 256
+_BATCH_SIZES = 16  # maximum number of batch sizes for which views of the matrices are cached
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,22 @@ class Constants:
     gather: Tensor | None
     scatter: Tensor | None
     ones: Tensor | None
+    _expanded: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
+
+    def expanded(self, batch: int) -> tuple[Tensor, Tensor]:
+        """Return the analysis matrix (B, R, N) and the transposed synthesis matrix (B, N, R) of one tile.
+
+        The views are cached, because making them takes as long as a small product.
+        """
+        views = self._expanded.get(batch)
+        if views is None:
+            if len(self._expanded) >= _BATCH_SIZES:
+                self._expanded.clear()
+            analysis, synthesis = self.matrices
+            with unset_fake_temporarily(), torch.inference_mode(False):
+                views = analysis.expand(batch, -1, -1), synthesis.t().expand(batch, -1, -1)
+            self._expanded[batch] = views
+        return views
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,7 +213,7 @@ class Projection:
     def project(self, x_BNC: Tensor, constants: Constants) -> Tensor:
         """Compute the coefficients (B, R, C) of tokens (B, N, C). The result is contiguous."""
         if constants.gather is None:
-            return _multiply_each(constants.matrices[0], x_BNC)
+            return torch.bmm(constants.expanded(x_BNC.shape[0])[0], x_BNC)
         return self._multiply(constants.matrices[::2], x_BNC.index_select(1, constants.gather))
 
     def back(self, x_BRC: Tensor, constants: Constants, channels_first: bool = False) -> Tensor:
@@ -204,7 +221,7 @@ class Projection:
         if constants.scatter is None:
             if channels_first:
                 return torch.matmul(x_BRC.transpose(1, 2), constants.matrices[1])
-            return _multiply_each(constants.matrices[1].t(), x_BRC)
+            return torch.bmm(constants.expanded(x_BRC.shape[0])[1], x_BRC)
         matrices = [matrix.T for matrix in constants.matrices[1::2]]
         x_BNC = self._multiply(matrices, x_BRC).index_select(1, constants.scatter)
         return x_BNC.transpose(1, 2).contiguous() if channels_first else x_BNC
@@ -273,11 +290,6 @@ class SubsetProjection:
         """Compute tokens (B, N, C) from coefficients (B, R, C)."""
         assert not channels_first
         return torch.matmul(constants.matrices[1], x_BRC)
-
-
-def _multiply_each(matrix: Tensor, x: Tensor) -> Tensor:
-    """Multiply each matrix of x (B, n, C) by `matrix` (m, n), as ``torch.matmul`` with fewer operations."""
-    return torch.bmm(matrix.expand(len(x), *matrix.shape), x)
 
 
 def _group(tiles: list[Tile]) -> list[Group]:

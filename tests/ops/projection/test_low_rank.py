@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from efficient_ft.ops.projection import (
     CosineProjector,
@@ -324,3 +325,39 @@ def test_a_projection_traced_on_fake_tensors_keeps_real_constants():
     matrix = projection.constants(torch.device("cpu"), torch.float32).matrices[0]
     assert type(matrix) is torch.Tensor
     assert matrix.isfinite().all()
+
+
+class Operations(TorchDispatchMode):
+    """Mode that lists the names of the executed operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__.partition(".")[0])
+        return function(*args, **kwargs or {})
+
+
+def test_a_small_layer_executes_few_operations():
+    """With small tensors, every operation takes as long as a product. The constants are expanded only once."""
+    x, weight, bias, g = case((2, 2), 1, batch=1)
+    projection = CosineProjector(1).projection((2, 2), 1, (3, 4))
+    low_rank_linear(x.detach().clone(), weight, bias, projection)
+    with Operations() as forward:
+        y = low_rank_linear(x, weight, bias, projection)
+    with Operations() as backward:
+        y.backward(g)
+    products = [sum(n in ("bmm", "mm", "mv", "addmm") for n in mode.names) for mode in (forward, backward)]
+    assert products == [2, 5]
+    assert "expand" not in forward.names + backward.names
+    assert len(forward.names) <= 6, forward.names
+    assert len(backward.names) <= 14, backward.names
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_every_batch_size_has_its_own_expanded_matrices(batch):
+    projection = WalshProjector(low_pass_l1(15)).projection((3, 3), 1, (3, 4))
+    arguments = case((3, 3), 1, batch=batch)
+    for low, exact in zip(gradients(low_rank(projection), *arguments), gradients(F.linear, *arguments), strict=True):
+        torch.testing.assert_close(low, exact, **TOLERANCE)

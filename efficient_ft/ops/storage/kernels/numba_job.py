@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import float32, int16, int32, int64, intp, njit, types, uint32
 from numba.core import cgutils
 from numba.core.registry import cpu_target
@@ -33,6 +34,7 @@ if not compiler_works():  # `optional_module` then selects the plain implementat
     raise ImportError("numba cannot compile kernels")
 
 _jit: Any = njit(nogil=True, boundscheck=False)
+_INT = ir.IntType(32)
 
 
 @intrinsic
@@ -85,6 +87,24 @@ def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
         return builder.fma(*args)
 
     return float32(float32, float32, float32), generate
+
+
+@intrinsic
+def prefetch(typing: Any, array: Any, index: Any) -> Any:
+    """Request the cache line of array[index] without waiting for it. The index may be outside the array."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.make_array(signature.args[0])(context, builder, args[0])
+        pointer = cgutils.get_item_pointer(context, builder, signature.args[0], value, [args[1]])
+        pointer = builder.bitcast(pointer, cgutils.voidptr_t)
+        number = partial(context.get_constant, int32)
+        request = builder.module.declare_intrinsic(
+            "llvm.prefetch", [cgutils.voidptr_t], ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *3 * [_INT]])
+        )
+        builder.call(request, [pointer, number(0), number(3), number(1)])  # to read data into all caches
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
 
 
 @intrinsic
