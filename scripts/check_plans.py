@@ -7,7 +7,8 @@ then trained for some steps with the command that the plan prints, within its bu
 and the measurements: the peak of the process (`process`; `memory`: above interpreter and libraries; `predicted`: from
 the count alone, without the plan's trial), the counted peak, and the step time. With `--again`, `efficient-ft bench
 memory` times the step again (`step again`), which shows the variation of this machine. Cases in which no recipe fits
-are recorded too.
+are recorded too. All cases of a file have the same precision (`--precision`). With `--no-times`, times are left out,
+because other programs may be running.
 
 With `--repeat`, cases of the file whose step time was off by more than 15 % are checked again, because other programs
 may slow a machine down for minutes. The first measurement stays in the case as `first`.
@@ -65,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="default fp32")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="cases in it are not repeated")
     parser.add_argument("--again", action="store_true", help="time each step again")
     parser.add_argument("--no-times", action="store_true", help="record no step times, if other programs are running")
@@ -74,6 +75,8 @@ def main() -> None:
     cases: list[dict[str, Any]] = []
     if options.json.is_file():
         cases = json.loads(options.json.read_text(encoding="utf-8"))["cases"]
+        if any(case.get("precision", "fp32") != options.precision for case in cases):
+            parser.error(f"--precision {options.precision}: {options.json} has cases in another precision")
     draw = random.Random(options.seed)
     for number in range(options.count):
         model = draw.choice(sorted(MODELS))
@@ -84,7 +87,7 @@ def main() -> None:
         case = {"model": model, "size": size, "batch": batch, "room": room, "precision": options.precision}
         case |= check(model, size, batch, room, options.precision, options.again)
         if options.no_times:
-            case.pop("step", None)
+            case = {key: value for key, value in case.items() if key not in ("step", "step again", "planning_seconds")}
         if first is None:
             cases.append(case)
         else:

@@ -2,30 +2,32 @@
 
     python scripts/precision.py [ARGUMENT...]
 
-The study starts from a `vit_digits` that was trained on inverted digits. This script trains this network first, if
-outputs/precision does not contain it yet, and passes all arguments to `efficient-ft study`, for example
+The study starts from a `vit_digits` that was trained on inverted digits. This script trains this network first, if it
+does not exist yet in outputs, and passes all arguments to `efficient-ft study`, for example
 `--rows "full,full bf16"`. The study itself uses the original digits. `efficient-ft study results/vit_digits_precisions
 --report` prints the results.
 """
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDER = ROOT / "outputs" / "precision"
 STUDY = ROOT / "results" / "vit_digits_precisions"
 PRETRAINING = ["model=vit_digits", "data=folder", "data.num_workers=0", "data.augment.name=none", "data.batch_size=32",
                "recipe=none", "method=full", "optim=adam", "optim.lr=2e-3", "optim.label_smoothing=0",
                "trainer.epochs=12", "trainer.precision=fp32", "cost.baseline=none", "seed=0"]  # fmt: skip
+#: Folder of the first network. Other settings result in another folder.
+FOLDER = ROOT / "outputs" / f"precision_{hashlib.sha256(' '.join(PRETRAINING).encode()).hexdigest()[:8]}"
 
 
 def write_inverted_digits(folder: Path) -> None:
     """Write the inverted training images of the digits as PNG files to `folder`/CLASS.
 
-    Transposed images are classes of their own. The 20 classes differ from the 10 classes of the study, so that each run
+    Transposed images are separate classes. The 20 classes differ from the 10 classes of the study, so that each run
     of the study starts with a new classifier.
     """
     import numpy as np

@@ -159,9 +159,6 @@ class Probe:
         with meter:
             with hook:
                 logits, loss = forward_and_loss(model, methods, *batch, self.spec)
-                # A run does this when it leaves autocast. Here, an outer context (`undisturbed`) prevents it, so that
-                # casts of weights would stay until the end of the backward pass.
-                torch.clear_autocast_cache()
             created, saved = meter.created(), hook.alive()
             if backward and loss.requires_grad:  # the loss requires no gradient if no parameter is trained
                 with meter.phase("backward"):

@@ -174,8 +174,11 @@ def forward_and_loss(
     """
     with torch.autocast(targets.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
         logits = spec.task.logits(model, inputs)
-        loss = spec.task.loss(logits, targets, spec.label_smoothing)
-        return logits, methods.loss(loss)
+        loss = methods.loss(spec.task.loss(logits, targets, spec.label_smoothing))
+    # Leaving autocast clears the cache of cast weights, unless an outer context exists (`undisturbed`). The casts would
+    # then stay until the end of the backward pass, and a second step would reuse them.
+    torch.clear_autocast_cache()
+    return logits, loss
 
 
 def optimizer_state_bytes(optimizer: torch.optim.Optimizer) -> int:

@@ -1,9 +1,9 @@
 """Select the precision of a run with ``trainer.precision=auto``.
 
-A run uses bf16 if the processor or the GPU has bf16 instructions, and fp32 otherwise. On a CPU, networks with narrow
-layers use fp32. For other networks, a short measurement can only reject bf16, and its result is stored in the user's
-cache folder. The first process decides for all processes. The run folder contains the precision, so that a resumed run
-and evaluations of its weights use the same precision.
+A run uses bf16 if the processor or the GPU has bf16 instructions, and fp32 otherwise. On a CPU, networks with fewer
+than a million parameters and narrow layers use fp32. For other networks, a short measurement can only reject bf16, and
+its result is stored in the user's cache folder. The first process decides for all processes. The run folder contains
+the precision, so that a resumed run and evaluations of its weights use the same precision.
 """
 
 from __future__ import annotations
@@ -45,11 +45,17 @@ from efficient_ft.training.processes import from_first, is_connected
 NAME = "precision.json"
 #: The measurement rejects bf16 if its time exceeds the time of fp32 by this factor.
 _SLOWER = 1.1
-#: On a CPU, networks with fewer parameters and fewer products per value (see `_products_per_value`) use fp32. With two
-#: threads of a Zen 4 processor, the steps of ViTs with 0.3, 0.6 and 0.8 million parameters (58, 87 and 101 products per
-#: value) take 1.58, 1.13 and 1.05 times as long in bf16 as in fp32. The factor is below 1 for a ViT with 1.04 million
-#: parameters (0.88, 115 products), XCiT-nano (0.76, 80), BERT-tiny (0.79, 90), and a ResNet with 0.4 million parameters
-#: (0.53, 179).
+#: On a CPU, networks with fewer parameters and fewer products per value (see `_products_per_value`) use fp32. Measured
+#: with two threads of a Zen 4 processor:
+#:
+#: network       parameters   products per value   time of a step, bf16 / fp32
+#: ViT              0.3 M             58                    1.58
+#: ViT              0.6 M             87                    1.13
+#: ViT              0.8 M            101                    1.05
+#: ViT              1.04 M           115                    0.88
+#: ResNet           0.4 M            179                    0.53
+#: XCiT-nano        2.9 M             80                    0.76
+#: BERT-tiny        4.4 M             90                    0.79
 _SMALL, _NARROW = 1_000_000, 110
 #: Number of rounds in which products are timed, after one warm-up round.
 _ROUNDS = 3
@@ -127,7 +133,7 @@ def choose_precision(config: Config, device: torch.device) -> Choice:
     network = _network(config) if device.type == "cpu" else None
     is_timed = network is not None and _has_slow_convolutions(network)
     if network is not None and not is_timed and _is_small(network):
-        return Choice("fp32", "bf16 is slower for small networks with narrow layers on a processor", _BF16)
+        return Choice("fp32", "on a CPU, bf16 is slower for small networks with narrow layers", _BF16)
     slower = _relative_time(config, is_timed) if network is not None else None
     if slower is not None and slower.ratio > _SLOWER:
         reason = f"bf16 takes {format_ratio(slower.ratio)} the time of fp32 {slower.what} on this processor"

@@ -16,8 +16,9 @@ from torch.profiler import ProfilerActivity, profile
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost import Executed, executed, kept_after_forward, layer_flops
 from efficient_ft.cost.executed import ON_FAKE_TENSORS, count_batch
+from efficient_ft.cost.meter import Meter
 from efficient_ft.cost.probe import Probe, undisturbed
-from efficient_ft.cost.step import StepSpec
+from efficient_ft.cost.step import StepMethods, StepSpec, forward_and_loss
 from efficient_ft.methods import LBPWHT, LISA, LastStage
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.selection.static import Full
@@ -101,6 +102,17 @@ def test_frozen_layers_below_the_first_trained_one_keep_and_compute_nothing():
     count = executed(model, 4, (4, 4))
     assert count.backward_flops == 2 * 100 * 10
     assert count.saved_bytes * 4 == 4 * (4 * 100 + 4 * 10) + 8 * 4 + 4
+
+
+def test_casts_of_weights_are_freed_before_the_backward_pass():
+    frozen = nn.Linear(192, 4096).requires_grad_(False)
+    model = nn.Sequential(nn.Flatten(), frozen, nn.Linear(4096, 10))
+    images, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, 1])
+    with undisturbed(), Meter([*model.parameters(), images]) as meter:
+        _, loss = forward_and_loss(model, StepMethods(()), images, labels, StepSpec(2, (8, 8), "bf16"))
+        created = sum(tensor.nbytes for tensor in meter.created().values())
+    assert loss.requires_grad
+    assert created < frozen.weight.numel() * 2, "the cast of the frozen weight"
 
 
 def test_autocast_counts_the_low_precision_copies():

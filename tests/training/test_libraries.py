@@ -44,7 +44,7 @@ def test_each_is_measured_once_in_a_new_process() -> None:
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     numba, peft, both, again = map(int, ended.stdout.split())
-    assert numba > 10 * 2**20
+    assert numba > 50 * 2**20, "with the compiler, which a step may need"
     assert peft > 10 * 2**20
     assert both == numba + peft
     assert again < 2 * 2**20, "loaded before"

@@ -49,7 +49,7 @@ class LBPWHT(LowRankBackward):
             these parts keep the exact backward pass. ``*`` matches any part.
         fused: if True, on a CPU, a feed-forward network with two low-rank layers runs as one operation in bf16, and
             GELU and the preceding frozen BatchNorm run as one operation in fp32. Fusion saves time and activation
-            memory, but numba uses about 25 MiB, or about 120 MiB in the first process, which compiles the kernels. If
+            memory, but numba uses about 25 MiB, or about 120 MiB in a process that compiles kernels. If
             None, the operations are fused only in networks with BatchNorm before GELU (EfficientFormer), which benefit
             most from fusion.
 

@@ -124,7 +124,7 @@ class _LowRankConv1x1(torch.autograd.Function):
         return g_x, None if g_w is None else g_w[:, :, None, None], g_b, None, None, None
 
 
-_FEW = 16  # minimum number of coefficients for which the layout of the product saves more than its views cost
+_FEW = 16  # with fewer coefficients, the plain product is faster than the transposed product
 _WIDE = 512  # minimum number of input channels for which the product of `weight_gradient` is computed in pieces
 
 #: The attribute `held` stores the last x̂. The next layer reuses x̂ if its input is the same tensor. The backward pass
@@ -196,7 +196,7 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     constants = ctx.projection.constants(g_BNC.device, g_BNC.dtype)
     of_x, _, of_bias, *_ = ctx.needs_input_grad
     g_hat, g_b = _project(g_BNC, ctx.projection, constants, ctx.fused, sums=of_bias)
-    # For small layers, each view takes as long as a product, so that no view is made twice.
+    # Creating a view of a small tensor takes as long as a product. Views are therefore reused.
     g_rows = g_hat.flatten(0, 1)
     batch, rank, _ = g_hat.shape
     g_w = None if x_hat is None else weight_gradient(g_rows, x_hat.flatten(0, 1))
@@ -210,7 +210,7 @@ def _backward(ctx: Any, g_BNC: Tensor) -> tuple[Constants, Tensor | None, Tensor
     if of_x:
         weight = weight if weight.dim() == 2 else weight.flatten(1)
         if ctx.fused or batch * rank < _FEW:
-            gx_hat = torch.mm(g_rows, weight).view(batch, rank, -1)
+            gx_hat = torch.mm(g_rows, weight).view(batch, rank, weight.shape[1])
         else:
             # On CPUs, computing (ĝw)ᵀ as wᵀĝᵀ takes up to 25 % less time.
             gx_CR = torch.mm(weight.t(), g_rows.t())

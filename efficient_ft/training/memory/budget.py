@@ -41,7 +41,7 @@ from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.last_layer import last_layer_in_fp32
-from efficient_ft.training.memory.libraries import LibrarySizes, libraries
+from efficient_ft.training.memory.libraries import LibrarySizes, compiler_bytes, libraries
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.optimizer import build_optimizer
@@ -241,14 +241,15 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
         budget = limit
     predictor = Predictor(config, images, 0, device, folder)
     if on_cpu:
-        release_library_pages()  # otherwise, the count would need more memory than the steps of a small network
+        release_library_pages()  # without this call, counting a small network would set the peak memory of the run
     predictor.demand(config)  # loads libraries, so that `base_bytes` includes their memory
     predictor.forget()
     if on_cpu:
-        LibrarySizes()(libraries(config.optim.state_bits, build_methods(config)))  # loads optional libraries
+        names = libraries(config.optim.state_bits, build_methods(config))
+        LibrarySizes()(names)  # loads optional libraries
         release_freed_memory()
         release_library_pages()
-        predictor.base_bytes = resident_bytes()
+        predictor.base_bytes = resident_bytes() + compiler_bytes(names)
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
         own = format_bytes(predicted.base_bytes)

@@ -15,6 +15,8 @@ from efficient_ft.ops.storage.kernels import cpu
 
 #: The library that the CPU kernels load on first use.
 _KERNELS = "numba"
+#: Memory that numba's compiler needs when a step compiles a kernel that is not in the cache.
+_COMPILER = 80 * 2**20
 
 
 def libraries(state_bits: int, methods: Iterable[Method]) -> tuple[str, ...]:
@@ -30,7 +32,10 @@ class LibrarySizes:
         self._bytes: dict[str, int] = {}
 
     def __call__(self, names: Collection[str]) -> int:
-        """Return the total size of the libraries in bytes. If other code has loaded a library, its size is 0."""
+        """Return the total size of the libraries in bytes. If other code has loaded a library, its size is 0.
+
+        The size includes `compiler_bytes`.
+        """
         for name in names:
             if name not in self._bytes:
                 release_freed_memory()
@@ -39,7 +44,15 @@ class LibrarySizes:
                 load(name)
                 release_freed_memory()
                 self._bytes[name] = max(resident_bytes() - before, 0)
-        return sum(self._bytes[name] for name in names)
+        return sum(self._bytes[name] for name in names) + compiler_bytes(names)
+
+
+def compiler_bytes(names: Collection[str]) -> int:
+    """Return the memory that compiling kernels can add in the first steps, after the libraries `names` were loaded.
+
+    Which kernels are in the cache is known only after the first step.
+    """
+    return _COMPILER if _KERNELS in names and not cpu.compiler_used() else 0
 
 
 def load(name: str) -> None:

@@ -355,7 +355,7 @@ def test_a_small_layer_executes_few_operations():
     assert len(backward.names) <= 14, backward.names
 
 
-@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("batch", [0, 1, 2, 3])
 def test_every_batch_size_has_its_own_expanded_matrices(batch):
     projection = WalshProjector(low_pass_l1(15)).projection((3, 3), 1, (3, 4))
     arguments = case((3, 3), 1, batch=batch)

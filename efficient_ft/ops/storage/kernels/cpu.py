@@ -44,6 +44,12 @@ def load() -> None:
         group_pack(torch.zeros(1, 64), 4, 64, None)
 
 
+def compiler_used() -> bool:
+    """Return True if this process has compiled a kernel."""
+    compiler = optional_module("efficient_ft.ops.storage.kernels.compiler")
+    return compiler is not None and compiler.Kernel.compiler_used
+
+
 def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int) -> tuple[Tensor, Tensor]:
     """Compute `ops.storage.sparse_pack`.
 

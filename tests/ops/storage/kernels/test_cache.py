@@ -87,6 +87,27 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+def test_damaged_files_are_replaced(ending: str, tmp_path: Path) -> None:
+    run(tmp_path, "bits:4")
+    files = list(tmp_path.rglob(f"*pack*.{ending}"))
+    assert files
+    for file in files:
+        file.write_bytes(file.read_bytes()[:20])
+    run(tmp_path, "bits:4")
+    run(tmp_path, "load", "bits:4")
+
+
+@pytest.mark.slow
+def test_a_kernel_that_cannot_be_stored_runs_and_is_reported_once(tmp_path: Path) -> None:
+    refusing = "from numba.core.caching import IndexDataCacheFile\n\n\ndef full(*arguments):\n"
+    refusing += "    raise OSError(28, 'No space left on device')\n\n\nIndexDataCacheFile.save = full\n"
+    refusing += "import logging\nlogging.basicConfig(stream=sys.stdout, format='%(message)s')\n"
+    printed = run(tmp_path, "bits:4", program=f"import sys\n{refusing}{PROGRAM}")
+    assert printed.count("cannot be stored") == 1
+
+
+@pytest.mark.slow
 def test_code_is_compiled_again_after_a_function_in_another_file_has_changed(tmp_path: Path) -> None:
     shutil.copytree(PACKAGE, tmp_path / "source/efficient_ft", ignore=shutil.ignore_patterns("__pycache__"))
 
