@@ -134,6 +134,13 @@ def test_every_phase_is_in_the_peak() -> None:
         assert predict(replace(plain, **change), 10**9, "system", "cpu").peak_bytes > peak + 5 * 10**8, change
 
 
+def test_a_step_in_16_bits_needs_memory_for_its_products() -> None:
+    plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0)
+    plain, half = (replace(plain, autocast=autocast).phases("mimalloc") for autocast in (False, True))
+    assert half["training"] == plain["training"] + 25 * 2**20
+    assert {name for name in plain if plain[name] != half[name]} == {"training"}
+
+
 def test_every_phase_can_be_the_largest() -> None:
     """Each phase can have the largest demand, except the first loading of the weights."""
     plain = Demand(10**8, 10**8, 0, 10**8, 10**6, 0, evaluation=Forward(0, 10**7, 10**6))

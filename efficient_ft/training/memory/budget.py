@@ -163,6 +163,7 @@ class Predictor:
             pretrained=config.model.pretrained or config.model.weights is not None,
             copies=int(_copies_prefix(config) or any(m.warmup_steps for m in build_methods(config))),
             resumed=self._resumed,
+            autocast=config.trainer.precision != "fp32",
         )
 
     def _step(self, config: Config) -> dict[str, Any]:
