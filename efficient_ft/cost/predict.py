@@ -39,7 +39,7 @@ _GROWTH = {
     "system": (64 * 2**20, 4.0, 1.03),
     KEEPING: (64 * 2**20, 4.0, 3.0),
 }
-#: Size of the data that oneDNN keeps for products in 16 bits. The constants above do not include this size. It was found
+#: Size of the data that oneDNN keeps for products in 16 bits, in addition to the constants above. The value was found
 #: with `bench memory` for DeiT-S with 12 recipes in bf16. Without it, the prediction for the stack bsr+low_bit+lbp_dct,
 #: whose products have many different shapes, is 19 % too small.
 _PRODUCTS_16 = 25 * 2**20
