@@ -202,8 +202,8 @@ def _compiled(step: Any, small: bool, budget: float = 1.0) -> int:
     # The small version uses the partitioner without the compiler.
     compile_graph = lookup_backend("aot_eager_decomp_partition" if small else "inductor")
 
-    # Dynamo shares compiled code between networks of one class if the backend is the same object, whatever the budget.
-    # A backend of its own gives each recipe a graph of its own.
+    # Dynamo shares compiled code between networks of one class if the backend is the same object, even if the budgets
+    # differ. Each recipe therefore has a separate backend.
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=budget):
             return compile_graph(graph, inputs)
