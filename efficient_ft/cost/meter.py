@@ -75,9 +75,9 @@ _ATTENTION_BACKWARD = {
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Return the number of FLOPs of an operation, or 0 for elementwise operations.
 
-    The formulas come from torch.utils.flop_counter. The formulas for the backward passes of convolutions and fused
-    attention are corrected. For fused attention, the four products of unfused attention are counted, but the
-    recomputation of the scores in the kernel is not.
+    The formulas come from torch.utils.flop_counter, which has no formula for ``mv``. The formulas for the backward
+    passes of convolutions and fused attention are corrected. For fused attention, the four products of unfused
+    attention are counted, but the recomputation of the scores in the kernel is not.
 
     Args:
         func: executed operator overload.
@@ -91,6 +91,8 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ou
         _, query, key, value = args[:4]
         shapes = (query.shape, key.shape, value.shape)
         return 2 * int(sdpa_flop_count(*shapes))
+    if packet is aten.mv:
+        return 2 * args[0].numel()
     if packet in _FUSED_LAYERS:
         channels = out.shape[1 if packet is torch.ops.mkldnn._convolution_pointwise else -1]
         return 2 * out.numel() * args[1].numel() // channels

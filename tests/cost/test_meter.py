@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from efficient_ft.cost import executed, layer_flops
+from efficient_ft.cost.meter import Meter
 from tests.cost.flat import SMALL_SWIN, SMALL_VIT, Checkpointed, Flat
 
 
@@ -39,6 +40,14 @@ def test_flops_inside_custom_functions_belong_to_their_layer():
         assert flops["layers.0"] == (2 * 48 * 20, 6 * 48 * 20, 1)  # g_x is computed although no gradient is required
         assert flops["layers.2"] == (2 * 20 * 30, 6 * 20 * 30, 1)
         assert flops["layers.4"] == (2 * 30 * 5, 4 * 30 * 5, 1)
+
+
+def test_a_product_of_a_matrix_and_a_vector_is_counted():
+    matrix, vector = torch.randn(5, 7), torch.randn(7)
+    with Meter([matrix, vector]) as meter:
+        torch.mv(matrix, vector)
+        torch.matmul(matrix, vector)
+    assert sum(meter.flops.values()) == 2 * 2 * 5 * 7
 
 
 @pytest.mark.first(1, "exhaustive")

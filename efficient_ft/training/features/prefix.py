@@ -322,7 +322,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     times = ", ".join(f"{format_seconds(value)} {shown.get(Form(form), form)}" for form, value in seconds.items())
     say(
         f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)}"
-        f" (trainer.prefix=auto). {len(batch)} images take {times}. The output deviates from the fp32 output by"
+        f" (trainer.prefix=auto). {len(batch)} images take {times}. The output deviates by"
         f" {format_percent(deviation[prefix.form])}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
