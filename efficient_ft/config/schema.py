@@ -246,8 +246,8 @@ class TrainerConfig(Section):
     epochs: Count
     #: Maximum number of optimizer steps, or -1 for no limit.
     max_steps: Annotated[int, Field(ge=-1)] = -1
-    #: Precision of training. With ``auto``, a run uses bf16 on processors and GPUs with bf16 units, and fp32 on other
-    #: devices. On a CPU, networks that are slower in bf16 also use fp32. See `training.precision`.
+    #: Precision of training. With ``auto``, a run uses bf16 on processors and GPUs with bf16 instructions, and fp32 on
+    #: other devices. On a CPU, networks that are slower in bf16 also use fp32. See `training.precision`.
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     accelerator: Literal["auto", "cpu", "gpu", "mps"] = "auto"
     #: Number of processes on each node, or ``auto`` for one process per GPU.

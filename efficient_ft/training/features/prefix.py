@@ -322,8 +322,8 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     times = ", ".join(f"{format_seconds(value)} {shown.get(Form(form), form)}" for form, value in seconds.items())
     say(
         f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)}"
-        f" (trainer.prefix=auto). {len(batch)} images take {times}. The output deviates by"
-        f" {format_percent(deviation[prefix.form])}."
+        f" (trainer.prefix=auto). It deviates from fp32 by {format_percent(deviation[prefix.form])}."
+        f" {len(batch)} images take {times}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
