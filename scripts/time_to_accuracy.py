@@ -5,13 +5,15 @@
 DIR has class folders in train/ and test/. Each run is a command in a separate process, one at a time. Its accuracy on
 the test images is measured after each epoch, and so is the time since training began, with evaluation. Runs whose
 name contains `cached` store the features of their frozen part, in a folder that is empty before the first of them.
-Runs that are already in the file are not repeated. A table is printed.
+Runs that are already in the file are not repeated. All runs of a network in a file have the same precision
+(`--precision`), except recipes whose names state a precision. A table is printed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from docsgen.curves import BASELINE, recorded
+from docsgen import curves
 
 from efficient_ft.core.text import table
 from efficient_ft.record.environment import environment
@@ -39,6 +41,7 @@ _UPPER_BLOCKS = ["method=blocks", "method.blocks.blocks=[6,7,8,9,10,11]", "optim
 RECIPES = {
     "deit_tiny": {
         "full": ["method=full"],
+        "full, fp32": ["method=full", "trainer.precision=fp32"],
         "upper half": _UPPER_BLOCKS,
         "upper half, cached": [*_UPPER_BLOCKS, *_CACHED],
         "bitfit": ["method=bitfit", "optim.lr=5e-3", "optim.head_lr_mult=1"],
@@ -68,6 +71,7 @@ def main() -> None:
     parser.add_argument("--network", choices=NETWORKS, required=True)
     parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help="pretrained, in timm's names")
     parser.add_argument("--images", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", action="append", metavar="RECIPE", help="may be repeated (default: all)")
@@ -78,6 +82,7 @@ def main() -> None:
         report = json.loads(options.json.read_text(encoding="utf-8"))
     recipes = RECIPES[options.network]
     settings = [*NETWORKS[options.network], f"trainer.epochs={options.epochs}", "data.batch_size=32"]
+    settings.append(f"trainer.precision={options.precision}")
     of = report["networks"].setdefault(options.network, {"settings": settings, "recipes": {}})
     if of["settings"] != settings:
         parser.error(f"{options.json} has runs with {' '.join(of['settings'])}")
@@ -103,8 +108,7 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
         Seconds since the training began and accuracy after each epoch; and the seconds of the whole process.
     """
     fixed = ["data=folder", "data.select_best_on=test", "data.num_workers=0", "cost.baseline=none"]
-    fixed += ["trainer.precision=fp32", "trainer.progress=false"]
-    fixed += [f"trainer.cache_folder={place / 'features'}", "data.keep_decoded=off"]
+    fixed += ["trainer.progress=false", f"trainer.cache_folder={place / 'features'}", "data.keep_decoded=off"]
     with tempfile.TemporaryDirectory(dir=place) as run:
         command = [sys.executable, "-m", "efficient_ft", *settings, *fixed, f"hydra.run.dir={run}"]
         start = time.perf_counter()
@@ -118,15 +122,15 @@ def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], 
 
 def summary(of: dict[str, Any]) -> str:
     """Return a table of the final accuracy, and of the seconds until the target accuracy."""
-    recipes = recorded(of)
-    if BASELINE not in recipes:
-        return f"There is no run of {BASELINE} yet, and so no accuracy to come near."
-    target = SHARE * statistics.mean(recipes[BASELINE].last)
-    rows = [["recipe", "accuracy", f"seconds to {target:.1%}", "seconds of training"]]
-    for name, recipe in recipes.items():
-        until = recipe.until(target)
-        reached = "not reached" if until is None else f"{until:.0f}"
-        rows.append([name, f"{statistics.mean(recipe.last):.2%}", reached, f"{recipe.seconds:.0f}"])
+    recipes = curves.of_recipes(of)
+    if curves.BASELINE not in recipes:
+        return f"The file contains no run of {curves.BASELINE} yet. The target accuracy is therefore unknown."
+    goal = SHARE * statistics.mean(curves.last(recipes[curves.BASELINE]))
+    rows = [["recipe", "accuracy", f"seconds to {goal:.1%}", "seconds of training"]]
+    for name, runs in recipes.items():
+        needed = curves.until(runs, goal)
+        reached = f"{needed:.0f}" if needed < math.inf else "not reached"
+        rows.append([name, f"{statistics.mean(curves.last(runs)):.2%}", reached, f"{curves.seconds(runs):.0f}"])
     return table(rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 from docsgen import records
 from docsgen.markdown import block, table
@@ -15,10 +16,21 @@ BASELINE = "full"
 Curve = list[tuple[float, float]]
 
 
+def of_network(network: str) -> dict[str, Any]:
+    """Return the recorded settings and runs of a network. ``NETWORK@bf16`` selects the record in bf16."""
+    name, _, precision = network.partition("@")
+    found: dict[str, Any] = records.load(f"accuracy_{precision}" if precision else "accuracy")["networks"][name]
+    return found
+
+
+def of_recipes(recorded: dict[str, Any]) -> dict[str, list[Curve]]:
+    """Return one curve for each run of each recorded recipe."""
+    return {name: [run["curve"] for run in recipe["runs"]] for name, recipe in recorded.items()}
+
+
 def recipes(network: str) -> dict[str, list[Curve]]:
-    """Return one curve for each run of each recipe."""
-    of = records.load("accuracy")["networks"][network]["recipes"]
-    return {name: [run["curve"] for run in recipe["runs"]] for name, recipe in of.items()}
+    """Return one curve for each run of each recipe of a network."""
+    return of_recipes(of_network(network)["recipes"])
 
 
 def last(runs: list[Curve]) -> list[float]:
@@ -68,4 +80,4 @@ def time_to_accuracy(network: str) -> str:
 @block
 def time_to_accuracy_settings(network: str) -> str:
     """Return a line with the settings of the runs."""
-    return f"Settings: `{' '.join(records.load('accuracy')['networks'][network]['settings'])}`."
+    return f"Settings: `{' '.join(of_network(network)['settings'])}`."
