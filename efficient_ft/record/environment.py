@@ -5,8 +5,10 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,8 +34,8 @@ def environment(
 
     Returns:
         A dictionary with the versions of `packages` and the entries ``date`` (UTC), ``efficient_ft`` (version of this
-        package), ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads`` (number of threads in
-        torch) and ``load`` (load average of the last minute, or None if it is unavailable).
+        package), ``commit`` (see `commit`), ``python``, ``platform``, ``device`` (model of the GPU or CPU), ``threads``
+        (number of threads in torch) and ``load`` (load average of the last minute, or None if it is unavailable).
     """
     import torch
 
@@ -41,6 +43,7 @@ def environment(
     return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "efficient_ft": __version__,
+        "commit": commit(),
         **{package: _version(package) for package in packages},
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -49,6 +52,27 @@ def environment(
         "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
         **more,
     }
+
+
+@cache
+def commit() -> str | None:
+    """Return the commit of the checkout that contains this package, or None if the package is not in a git checkout.
+
+    The hash ends with ``+`` if tracked files of the package or of its configuration were changed after the commit.
+    """
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20, check=True)
+        return done.stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", "efficient_ft", "conf")
+        return git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
 
 
 def device_name(device: torch.device | str) -> str:

@@ -6,7 +6,7 @@ The types in this module describe the JSON objects, which are plain dictionaries
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NotRequired, cast
@@ -227,6 +227,30 @@ class AppliedReport(TypedDict):
     notes: list[str]
 
 
+class CorrectSamples(TypedDict):
+    """The samples of a split that are predicted correctly, in the order of the data set.
+
+    `bits` is a hexadecimal number with one bit for each sample. The most significant bit of the first digit describes
+    the first sample, and 1 denotes a correct prediction. The last digit is padded with zeros.
+    """
+
+    samples: int
+    bits: str
+
+
+def correct_samples(correct: Sequence[bool]) -> CorrectSamples:
+    """Return the record of correct predictions."""
+    padded = [*correct, *[False] * (-len(correct) % 4)]
+    digits = [sum(bit << (3 - place) for place, bit in enumerate(padded[i : i + 4])) for i in range(0, len(padded), 4)]
+    return {"samples": len(correct), "bits": "".join(f"{digit:x}" for digit in digits)}
+
+
+def are_correct(record: CorrectSamples) -> list[bool]:
+    """Return a Boolean for each sample of a record. This function is the inverse of `correct_samples`."""
+    bits = [bool(int(digit, 16) >> (3 - place) & 1) for digit in record["bits"] for place in range(4)]
+    return bits[: record["samples"]]
+
+
 class TaskData(TypedDict):
     """Data of one task.
 
@@ -245,8 +269,10 @@ class DataReport(TypedDict):
 
     With several tasks, `tasks` contains the data of each task. The numbers of images are summed over the tasks, and the
     accuracies are averaged. `scores` contains additional metrics for each split. For segmentation, `scores` includes
-    the IoU of each class (None if a class occurs in neither masks nor predictions). For each task, `summary` describes
-    how the data set was read (`data.inspection.Summary.record`). The key for a single data set is an empty string.
+    the IoU of each class (None if a class occurs in neither masks nor predictions). `correct` contains the correctly
+    predicted samples of each split, if the metric is the accuracy of a single data set. For each task, `summary`
+    describes how the data set was read (`data.inspection.Summary.record`). The key for a single data set is an empty
+    string.
     """
 
     splits: NotRequired[dict[str, int]]
@@ -254,6 +280,7 @@ class DataReport(TypedDict):
     digest: NotRequired[str]
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, Any]]
+    correct: NotRequired[dict[str, CorrectSamples]]
     tasks: NotRequired[dict[str, TaskData]]
     summary: NotRequired[dict[str, Any]]
 

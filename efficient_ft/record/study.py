@@ -8,10 +8,12 @@ setting. A study is a folder with two files. ``study.yaml`` defines the runs:
     title: DeiT-Tiny on Caltech-101
     settings: [model=deit_tiny, data=folder]      # settings of all runs
     tune: {setting: optim.lr, values: [1.0e-4, 3.0e-4, 1.0e-3, 3.0e-3], seed: 0}
-    seeds: [0, 1, 2]
+    seeds: [1, 2, 3]
     rows:                                         # name and settings of each row
       full: [method=full]
       head: [method=head]
+
+Rows may differ only in their methods, and in the settings that are listed under ``vary``.
 
 Every row is tuned in the same way, with the seed of ``tune``. First, the two middle values are run. Then, the search
 runs the neighbors of the best value and of every value whose accuracy is at most one percentage point lower (`NEAR`).
@@ -45,12 +47,23 @@ from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.parsing import parse_json, parse_yaml
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
-from efficient_ft.record.results import ExecutedCost, MeasuredCost, Results, RunTotals, final_accuracy, images_digest
+from efficient_ft.record.results import (
+    CorrectSamples,
+    ExecutedCost,
+    MeasuredCost,
+    Results,
+    RunTotals,
+    final_accuracy,
+    images_digest,
+)
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
 #: Maximum difference from the best accuracy (as a fraction) for values whose neighbors are also run.
 NEAR = 0.01
+
+#: Entries of `record.environment` in the record of a run.
+_ENVIRONMENT = ("date", "efficient_ft", "commit", "torch", "device", "threads")
 
 _DO = "Restore the file from a backup or from version control, or rename the file to start again."
 
@@ -95,6 +108,7 @@ class _Finished(_Run):
     measured: MeasuredCost
     totals: RunTotals
     growth_bytes: NotRequired[int]
+    correct: NotRequired[CorrectSamples]
 
 
 #: Schema of the runs in records.json: settings, and either results or the reason why a run diverged.
@@ -130,10 +144,11 @@ class Tune(_Strict):
 
 
 class Study(_Strict):
-    """Contents of study.yaml."""
+    """Contents of study.yaml. Rows may differ in their methods, and in the settings that are listed in `vary`."""
 
     title: str
     about: str = ""
+    vary: list[str] = []
     settings: list[str]
     tune: Tune
     seeds: Annotated[
@@ -160,6 +175,13 @@ class Study(_Strict):
                 if _key(argument) in ("seed", self.tune.setting):
                     raise ValueError(
                         f"{where} sets {argument}. Remove this setting, because the study sets its value for each run"
+                    )
+        for where, arguments in groups.items():
+            for key in map(_key, arguments) if where != "settings" else ():
+                if not (key == "method" or key.startswith("method.") or key in self.vary):
+                    raise ValueError(
+                        f"{where} sets {key}, but the rows of a study differ only in their methods. Set {key} for all"
+                        f" rows in settings, or list {key} in vary if the study compares values of {key}"
                     )
         if _key(self.tune.setting).startswith(("hydra", "-")):
             raise ValueError(f"tune.setting is {self.tune.setting}, but a study may contain only settings of runs")
@@ -401,6 +423,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
     cost = results["cost"]
     metric = {"metric": results["accuracy"]["metric"]} if "metric" in results["accuracy"] else {}
     growth = {"growth_bytes": results["memory"]["growth_bytes"]} if "memory" in results else {}
+    correct = results["data"].get("correct", {}).get("test")
     return {
         **_what(run),
         "accuracy": {**{key: results["accuracy"].get(key) for key in ("best", "last", "split", "test")}, **metric},
@@ -408,10 +431,11 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
         "measured": dict(cost["measured"]),
         "totals": dict(results["totals"]),
         **growth,
+        **({} if correct is None else {"correct": correct}),
         "trainable_parameters": results["trainable_parameters"],
         "total_parameters": results["total_parameters"],
         "images": images_digest(results["data"]),
-        "environment": {key: environment.get(key) for key in ("date", "efficient_ft", "torch", "device", "threads")},
+        "environment": {key: environment.get(key) for key in _ENVIRONMENT},
     }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
 from efficient_ft.record.study import Records, shown, test_accuracy
+from efficient_ft.report.paired import paired_difference
 
 #: Marker for a best value at the edge of the grid. In this case, a better value may exist outside the grid.
 AT_END = "*"
@@ -24,11 +25,13 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
 
     Ratios are relative to the row ``full``, or to the first row if ``full`` does not exist. The accuracy (or the metric
     of the task) is given in percent as the mean over the seeds, with the minimum and maximum. Costs refer to one run.
-    The table has a column for process memory only if process memory was recorded for all rows.
+    The table has a column for process memory only if process memory was recorded for all rows, and a column for the
+    paired difference from the first of these rows only if correct test images were recorded.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
-    base = next(iter(records.finished("full") if "full" in records.study.rows else ()), None)
-    base = base or next((runs[0] for runs in found.values()), None)
+    all_of_base = records.finished("full") if "full" in records.study.rows else []
+    all_of_base = all_of_base or next(iter(found.values()), [])
+    base = all_of_base[0] if all_of_base else None
     values = records.study.tune.values
     ends = (values[0], values[-1]) if len(values) > 1 else ()
     metric = spelled("accuracy" if base is None else base["accuracy"].get("metric", "accuracy"))
@@ -36,7 +39,14 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
               f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
     with_memory = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
     lines = [_line(row, runs, base, ends, with_memory) for row, runs in found.items() if base is not None]
-    return [*header[:-1], *(["process MiB"] if with_memory else []), header[-1]], lines
+    if with_memory:
+        header.insert(-1, "process MiB")
+    differences = [paired_difference(runs, all_of_base) for runs in found.values()]
+    if any(differences):
+        header.insert(3, f"points relative to {all_of_base[0]['row']} [95 %]")
+        for line, difference in zip(lines, differences, strict=True):
+            line.insert(3, None if difference is None or line[0] == all_of_base[0]["row"] else str(difference))
+    return header, lines
 
 
 def study_table(records: Records, rows: Sequence[str]) -> list[list[str]]:
@@ -85,18 +95,20 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
         said.append(f"The search also uses runs with a different {ignored} (number of runs: {alike}).")
     if other := records.of_other_settings():
         said.append(f"Runs with earlier settings of the study are not used (number of runs: {other}).")
+    tune, seeds = records.study.tune, records.study.seeds
+    if len(tune.values) > 1 and tune.seed in seeds:
+        said.append(f"The runs with seed {tune.seed} were also used to select {tune.setting}.")
     waiting = [row for row in rows if records.tuning_runs([row])]
     if waiting:
         said.append(f"These rows have not been tuned yet: {', '.join(waiting)}.")
     diverged = [row for row in rows if row not in waiting and records.best_value(row) is None]
     if diverged:
         said.append(f"These rows diverged at every value: {', '.join(diverged)}.")
-    seeds = len(records.study.seeds)
     for row in rows:
         lost = [run.seed for run in records.seed_runs([row]) if "diverged" in (records.find(run) or {})]
         if lost:
             said.append(f"The row {row} diverged at its best value with seed {', '.join(map(str, lost))}.")
-    fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < seeds]
+    fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < len(seeds)]
     if fewer:
-        said.append(f"These rows have results for fewer than {seeds} seeds: {', '.join(fewer)}.")
+        said.append(f"These rows have results for fewer than {len(seeds)} seeds: {', '.join(fewer)}.")
     return said

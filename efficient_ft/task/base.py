@@ -149,6 +149,13 @@ class Scores(nn.Module, ABC):
     def each_class(self) -> dict[int, float]:
         """Return the metric of each class that occurs in the targets or predictions, keyed by class index."""
 
+    def correct(self) -> Tensor | None:
+        """Return a Boolean tensor (samples,) that is True for correct predictions, in the order of the updates.
+
+        The result is None if these metrics do not keep the predictions of single samples.
+        """
+        return None
+
     @abstractmethod
     def reset(self) -> None:
         """Discard all batches."""

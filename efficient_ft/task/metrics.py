@@ -70,18 +70,24 @@ class MeanLoss(Metric):
 
 
 class Accuracy(Scores):
-    """Fraction of correct predictions."""
+    """Fraction of correct predictions. Only local metrics keep the predictions of single samples."""
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
         self._metric = _Counts(num_classes, local)
+        self._correct: list[Tensor] | None = [] if local else None
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         self._metric.update(logits, targets)
+        if self._correct is not None:
+            self._correct.append(logits.argmax(1) == targets)
 
     def compute(self) -> dict[str, float]:
         right, support = self._metric.compute()
         return {"accuracy": float(right.sum().float() / support.sum().float().clamp(min=1))}
+
+    def correct(self) -> Tensor | None:
+        return torch.cat(self._correct).cpu() if self._correct else None
 
     def each_class(self) -> dict[int, float]:
         right, support = (counts.tolist() for counts in self._metric.compute())
@@ -89,6 +95,8 @@ class Accuracy(Scores):
 
     def reset(self) -> None:
         self._metric.reset()
+        if self._correct is not None:
+            self._correct.clear()
 
 
 class Overlap(Scores):

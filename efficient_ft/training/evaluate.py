@@ -133,4 +133,6 @@ def data_report(config: Config, folder: Path, data: RunData, device: torch.devic
     one: DataReport = each[""]
     if "scores" in found:
         one["scores"] = found["scores"]
+    if "correct" in found:
+        one["correct"] = found["correct"]
     return one

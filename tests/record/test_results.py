@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from efficient_ft.config import check
 from efficient_ft.core.errors import UserError
+from efficient_ft.record import environment as module
 from efficient_ft.record.config_file import read_config, write_config
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT, OtherVersionError
-from efficient_ft.record.results import flatten, read_results, write_results
+from efficient_ft.record.results import are_correct, correct_samples, flatten, read_results, write_results
 from tests.record.some import some_results
 from tests.training.runs import plain_config
 
@@ -108,6 +113,42 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
         read_config(tmp_path)
     with pytest.raises(UserError, match="is not a folder"):
         read_config(tmp_path / "nowhere")
+
+
+@given(st.lists(st.booleans(), max_size=70))
+def test_correct_samples_are_read_as_written(correct: list[bool]) -> None:
+    record = correct_samples(correct)
+    assert are_correct(record) == correct
+    assert len(record["bits"]) == math.ceil(len(correct) / 4)
+
+
+def test_the_first_sample_is_the_most_significant_bit() -> None:
+    assert correct_samples([True, False, False, False, False, True]) == {"samples": 6, "bits": "84"}
+
+
+def test_the_commit_of_a_checkout_is_recorded(tmp_path: Path) -> None:
+    package = tmp_path / "efficient_ft" / "record"
+    package.mkdir(parents=True)
+    source = Path(module.__file__)
+    copied = Path(shutil.copy(source, package / "environment.py"))
+    read = f"import runpy; print(runpy.run_path({str(copied)!r})['commit']())"
+
+    def shown() -> str:
+        return subprocess.run([sys.executable, "-c", read], capture_output=True, text=True, check=True).stdout.strip()
+
+    def git(*arguments: str) -> str:
+        author = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *author, *arguments], cwd=tmp_path, capture_output=True, text=True, check=True)
+        return done.stdout.strip()
+
+    assert shown() == "None", "not a checkout"
+    git("init", "-q")
+    git("add", "efficient_ft")
+    (tmp_path / "conf").mkdir()
+    git("commit", "-q", "-m", "One file")
+    assert shown() == git("rev-parse", "HEAD")
+    copied.write_text(source.read_text(encoding="utf-8") + "# changed\n", encoding="utf-8")
+    assert shown() == git("rev-parse", "HEAD") + "+"
 
 
 def test_flatten() -> None:

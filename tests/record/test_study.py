@@ -18,6 +18,7 @@ from efficient_ft.cli.commands import study as command
 from efficient_ft.core.errors import UserError
 from efficient_ft.record import study
 from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.record.results import are_correct, correct_samples
 from efficient_ft.record.study import Records, chosen_rows, read_study
 from efficient_ft.report.studies import notes
 from tests.cli.program import REPOSITORY
@@ -25,6 +26,7 @@ from tests.record.some import some_results
 
 STUDY = """
 title: Digits
+vary: [optim.warmup_steps]
 settings: [model=vit_digits, data=digits, trainer.max_steps=2, trainer.limit_eval_batches=1, cost.baseline=none]
 tune: {setting: optim.lr, values: [1.0e-3, 1.0e-2], seed: 0}
 seeds: [0, 1]
@@ -229,6 +231,27 @@ def test_a_study_that_cannot_be_read_is_refused(tmp_path: Path, text: str | None
         read_study(tmp_path / "study.yaml")
 
 
+def test_rows_that_differ_in_more_than_their_methods_are_refused(folder: Path) -> None:
+    (folder / "study.yaml").write_text(STUDY.replace("vary: [optim.warmup_steps]", ""))
+    with pytest.raises(
+        UserError,
+        match=r"row head sets optim\.warmup_steps, but the rows of a study differ only in their methods\. Set"
+        r" optim\.warmup_steps for all rows in settings, or list optim\.warmup_steps in vary if",
+    ):
+        read_study(folder)
+    options = STUDY.replace("[method=full]", '["method=[full,lora]", method.lora.rank=4]')
+    (folder / "study.yaml").write_text(options)
+    assert read_study(folder).rows["full"] == ["method=[full,lora]", "method.lora.rank=4"]
+
+
+def test_records_contain_the_samples_that_are_predicted_correctly(folder: Path) -> None:
+    records, found = Records(folder), results(0.5)
+    correct = [True, False, True, True, False]
+    found["data"]["correct"] = {"val": correct_samples([True]), "test": correct_samples(correct)}
+    records.add(records.tuning_runs(["full"])[0], found)
+    assert are_correct(Records(folder).runs[0]["correct"]) == correct
+
+
 def test_unknown_rows_and_damaged_records_are_refused(folder: Path) -> None:
     with pytest.raises(UserError, match=r"row must be one of full, head, got ful\. Did you mean 'full'"):
         chosen_rows(read_study(folder), ["ful"])
@@ -260,6 +283,7 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     assert "These rows have not been tuned yet: head." in shown
     for run in records.tuning_runs(["head"]):
         records.add_diverged(run, "The loss is nan.")
+    assert "The runs with seed 0 were also used to select optim.lr." in shown
     run_command("study", [str(folder), "--report", "--rows", "head"])
     assert "These rows diverged at every value: head." in capsys.readouterr().out
 

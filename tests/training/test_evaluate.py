@@ -13,12 +13,22 @@ from torch import nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.record.results import are_correct
+from efficient_ft.task.metrics import Accuracy
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.kinds.registry import kind_named
 from efficient_ft.training.kinds.several import mean_accuracies
 from efficient_ft.training.module import FineTuner
+from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 from tests.training.runs import uneven_batches
+
+
+def half_correct() -> Accuracy:
+    """Return the metrics of two samples, of which the first one is predicted correctly."""
+    found = Accuracy(2, local=True)
+    found.update(torch.eye(2), torch.zeros(2, dtype=torch.long))
+    return found
 
 
 def test_the_accuracy_on_every_split(configuration, finished, capsys):
@@ -39,7 +49,7 @@ def test_loading_precision_and_limits_may_be_changed(configuration, finished, mo
 
     def scores(task, model, loader, classes, device, precision, limit):
         seen.append((loader.batch_size, precision, limit))
-        return {"accuracy": 0.5}
+        return half_correct()
 
     monkeypatch.setattr("efficient_ft.training.kinds.base.scores", scores)
     changes = {
@@ -59,7 +69,7 @@ def test_maps_are_stored_as_in_the_training(configuration, finished, monkeypatch
     def scores(task, model, *arguments):
         maps = [p for p in model.parameters() if p.ndim == 4]
         found.append(bool(maps) and all(p.is_contiguous(memory_format=torch.channels_last) for p in maps))
-        return {"accuracy": 0.5}
+        return half_correct()
 
     monkeypatch.setattr("efficient_ft.training.kinds.base.scores", scores)
     evaluate(finished[0], configuration(trainer__channels_last=channels_last))
@@ -103,6 +113,17 @@ def test_a_run_of_another_version_is_refused(tmp_path, configuration, finished):
     file.write_text(yaml.safe_dump(plain))
     with pytest.raises(OtherVersionError, match=r"it has the setting optim\.clip, which is unknown to this version"):
         run(configuration(evaluate=str(tmp_path / "run")), tmp_path)
+
+
+def test_correct_samples_have_the_order_of_the_data(configuration, finished):
+    folder, _, results = finished
+    found = export.load(folder)
+    loader = kind_named("classification").open(configuration(), found.input).eval_loader("test")
+    with torch.inference_mode():
+        expected = torch.cat([found.model(images).argmax(1) == labels for images, labels in loader]).tolist()
+    assert are_correct(results["data"]["correct"]["test"]) == expected
+    assert sum(expected) / len(expected) == pytest.approx(results["data"]["accuracy"]["test"])
+    assert evaluate(folder)["correct"] == results["data"]["correct"]
 
 
 def test_the_mean_is_over_the_splits_that_all_tasks_have():

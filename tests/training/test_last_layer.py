@@ -45,7 +45,7 @@ def test_equal_logits_in_bf16_do_not_decide_the_accuracy(configuration):
         module.validation_step((IMAGES, LABELS), 0)
     assert module.scores[0].compute()["accuracy"] == 1
     found = scores(TASKS["classification"], network, batches, 2, torch.device("cpu"), "bf16")
-    assert found["accuracy"] == 1
+    assert found.compute()["accuracy"] == 1
 
 
 @pytest.mark.parametrize("weight_dtype", ["fp32", "bf16"])

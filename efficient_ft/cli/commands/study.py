@@ -137,14 +137,17 @@ def report(records: Records, rows: Sequence[str], columns: Sequence[str] = ()) -
 
     header, lines = study_cells(records, rows)
     row, tuned, accuracy, *_ = header
+    saved = next(name for name in header if name.startswith("saved"))
+    points = next((name for name in header if name.startswith("points")), "points")
     named = {
         row: Column(words=True),
         accuracy: Column(),
+        points: Column(1),
         "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
         "TFLOPs": Column(1, lambda value: format_number(value * 1e12), "FLOPs of the run"),
         "seconds": Column(2, format_seconds, "time"),
         tuned: Column(2),
-        header[6]: Column(3, lambda value: format_bytes(value * 1024), header[6].replace("KiB ", "")),
+        saved: Column(3, lambda value: format_bytes(value * 1024), saved.replace("KiB ", "")),
         "seeds": Column(4),
         "times fewer FLOPs": Column(4, format_number),
         "times fewer bytes": Column(4, format_number),

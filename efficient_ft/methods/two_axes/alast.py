@@ -28,7 +28,7 @@ from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
 
 #: Names of the settings that must be numbers >= 0.
-_NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr")
+_NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr", "delta_scale")
 
 
 @dataclass
@@ -88,8 +88,8 @@ class ALaST(LayersPerStep, TokenMethod):
     """Train K blocks in each step, sampled according to their budgets. The budgets also limit the number of tokens.
 
     The budget b of a block depends on how much the block changes the class token. After each step, b is increased by
-    ``budget_lr · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared norm of the
-    change that the block makes to the class token (Equations 5 and 6 of the paper). Of the N patch tokens of a block,
+    ``budget_lr · delta_scale · (Δ − Δ of the previous step)`` and clamped to [budget_min, budget_max]. Δ is the squared
+    norm of the change that the block makes to the class token (Equations 5 and 6 of the paper). Of the N patch tokens,
     the ⌊b · N⌋ tokens with the highest attention from the class token are passed to the next block. The other tokens
     are dropped without fusion. Frozen blocks also drop tokens. At least one patch token is kept, unless the model
     classifies only by its class token. In evaluation, no tokens are dropped.
@@ -102,11 +102,12 @@ class ALaST(LayersPerStep, TokenMethod):
         budget_init: budget of each block in the first step.
         budget_min: lower bound of the budgets.
         budget_max: upper bound of the budgets. Must be at most 1.
-        budget_lr: step size α of the budget updates. In the paper, α equals the learning rate, 1e-4. The default value
-            is 1e-4 multiplied by the batch size of the paper (128), because Δ is a mean over the images.
+        budget_lr: step size α of the budget updates. In the paper, α equals the learning rate, 1e-4. The YAML options
+            therefore set α to ``optim.lr``.
         delta: reduction of Δ over channels and images. ``image``: sum over the channels and mean over the images.
-            ``value``: mean over channels and images. ``batch``: sum over channels and images, so that a suitable value
-            of `budget_lr` depends on the batch size.
+            ``value``: mean over channels and images.
+        delta_scale: factor of Δ. The default value is the batch size of the paper (128), because the authors' Δ is
+            reported to be a sum over the batch, whereas this Δ is a mean over the images.
         first_delta: value that the first step uses as the Δ of the previous step. ``zero``: 0. ``same``: the Δ of the
             first step, so that the first step does not change the budgets.
         layer_choice: criterion for the selection of the trained blocks. ``sample``: sample K blocks without
@@ -132,8 +133,9 @@ class ALaST(LayersPerStep, TokenMethod):
         budget_init: float = 0.9,
         budget_min: float = 0.5,
         budget_max: float = 1.0,
-        budget_lr: float = 0.0128,
-        delta: Literal["image", "value", "batch"] = "image",
+        budget_lr: float = 1e-4,
+        delta: Literal["image", "value"] = "image",
+        delta_scale: float = 128.0,
         first_delta: Literal["zero", "same"] = "zero",
         layer_choice: Literal["sample", "highest"] = "sample",
         train_embeddings: bool = True,
@@ -141,7 +143,7 @@ class ALaST(LayersPerStep, TokenMethod):
     ) -> None:
         """Create the method. Its parameters are the settings."""
         super().__init__(num_layers, train_embeddings, seed)
-        for setting, value in zip(_NUMBERS, (budget_min, budget_max, budget_init, budget_lr), strict=True):
+        for setting, value in zip(_NUMBERS, (budget_min, budget_max, budget_init, budget_lr, delta_scale), strict=True):
             check_number(setting, value, "a number >= 0", lambda number: number >= 0)
         if budget_max > 1:
             raise SettingError("budget_max", budget_max, "a number from 0 to 1")
@@ -151,11 +153,11 @@ class ALaST(LayersPerStep, TokenMethod):
             raise SettingError(
                 "budget_init", budget_init, f"a number from budget_min ({budget_min}) to budget_max ({budget_max})"
             )
-        check_choice("delta", delta, ("image", "value", "batch"))
+        check_choice("delta", delta, ("image", "value"))
         check_choice("first_delta", first_delta, ("zero", "same"))
         check_choice("layer_choice", layer_choice, ("sample", "highest"))
         self.budget_init, self.budget_min, self.budget_max = budget_init, budget_min, budget_max
-        self.budget_lr = budget_lr
+        self.budget_lr, self.delta_scale = budget_lr, delta_scale
         self.delta, self.first_delta, self.layer_choice = delta, first_delta, layer_choice
         self._budgets: dict[str, _Budget] = {}
         self._channels = 1
@@ -219,13 +221,14 @@ class ALaST(LayersPerStep, TokenMethod):
             before = budget.before
             if before is None:
                 before = delta if self.first_delta == "same" else 0.0
-            budget.value = min(self.budget_max, max(self.budget_min, budget.value + self.budget_lr * (delta - before)))
+            change = self.budget_lr * self.delta_scale * (delta - before)
+            budget.value = min(self.budget_max, max(self.budget_min, budget.value + change))
             budget.before = delta
 
     def _deltas(self, changes: Tensor, images: int) -> list[float]:
         """Return Δ of each block, computed over the images of all micro-batches and processes."""
         *deltas, images_all = all_reduce_sum(torch.cat([changes, changes.new_tensor([images])])).tolist()
-        over = {"image": images_all, "value": images_all * self._channels, "batch": 1.0}[self.delta]
+        over = images_all * (self._channels if self.delta == "value" else 1)
         return [delta / over for delta in deltas]
 
     def step_stats(self) -> dict[str, Any]:

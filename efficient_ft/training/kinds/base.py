@@ -26,7 +26,8 @@ from efficient_ft.data.sources import DataSource
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
-from efficient_ft.task import Task, moved
+from efficient_ft.record.results import CorrectSamples, correct_samples
+from efficient_ft.task import Scores, Task, moved
 from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.trainer import use_channels_last
 
@@ -45,11 +46,14 @@ class Evaluated(TypedDict):
     Attributes:
         accuracy: the metric of the task for each split.
         scores: all metrics for each split, if the task has several metrics.
+        correct: for each split, the samples that are predicted correctly. Metrics that do not keep the predictions of
+            single samples have no entry.
         tasks: mapping from data sets to the metric of each split, if there are several data sets.
     """
 
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, dict[str, Any]]]
+    correct: NotRequired[dict[str, CorrectSamples]]
     tasks: NotRequired[dict[str, dict[str, float]]]
 
 
@@ -275,10 +279,13 @@ class Kind(ABC):
             for split in ("val", "test")
             if split in part.splits
         }
-        found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in each.items()}}
-        further = {split: self.further_scores(of, part.class_names) for split, of in each.items()}
+        metrics = {split: of.compute() for split, of in each.items()}
+        found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in metrics.items()}}
+        further = {split: self.further_scores(of, part.class_names) for split, of in metrics.items()}
         if any(further.values()):
             found["scores"] = further
+        if correct := {split: one for split, of in each.items() if (one := of.correct()) is not None}:
+            found["correct"] = {split: correct_samples(one.tolist()) for split, one in correct.items()}
         return found
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
@@ -344,8 +351,8 @@ def scores(
     device: torch.device,
     precision: str,
     limit: int | None = None,
-) -> dict[str, float]:
-    """Evaluate a network on at most `limit` batches (inputs, targets), and return the metrics of the task.
+) -> Scores:
+    """Evaluate a network on at most `limit` batches (inputs, targets), and return the filled metrics of the task.
 
     The network is moved to `device`. `precision` is ``fp32``, ``bf16`` or ``fp16``. ``bf16`` and ``fp16`` use autocast,
     except for the last layer.
@@ -368,7 +375,7 @@ def scores(
     if not finite:
         half = f" Use trainer.precision=fp32 instead of trainer.precision={precision}." if dtype is not None else ""
         raise UserError(f"The network's outputs are not finite, so its weights cannot be used.{half}")
-    return found.compute()
+    return found
 
 
 @contextmanager
