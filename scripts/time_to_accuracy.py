@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from docsgen import curves
 
+from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.core.text import table
 from efficient_ft.record.environment import environment
 from efficient_ft.record.rows import MetricsFile
@@ -93,7 +95,7 @@ def main() -> None:
                 runs = of["recipes"].setdefault(name, {"settings": recipes[name], "runs": []})["runs"]
                 if any(run["seed"] == seed for run in runs):
                     continue
-                curve, seconds = train([*settings, *folder, *recipes[name], f"seed={seed}"], Path(place))
+                curve, seconds = train(merged(*settings, *folder, *recipes[name], f"seed={seed}"), Path(place))
                 runs.append({"seed": seed, "seconds": seconds, "curve": curve})
                 report["environment"] = environment("cpu", packages=("torch", "timm"))
                 options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -101,7 +103,7 @@ def main() -> None:
     print(summary(of["recipes"]))
 
 
-def train(settings: list[str], place: Path) -> tuple[list[tuple[float, float]], float]:
+def train(settings: Sequence[str], place: Path) -> tuple[list[tuple[float, float]], float]:
     """Train once.
 
     Returns:

@@ -25,6 +25,7 @@ from efficient_ft.core.process_memory import (
 from efficient_ft.cost import StepMemory, TrainingStep, executed
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
+from efficient_ft.ops.storage.kernels import cpu
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import use_channels_last
@@ -46,7 +47,8 @@ def measure_memory(
     the name of an optimizer in conf/optim. The `warmup` steps run after the steps that methods need for profiling.
 
     Returns:
-        A record of the recipe, which can be passed to `memory_report`.
+        A record of the recipe, which can be passed to `memory_report`. The entry ``compiler_used`` is True if the
+        process compiled a kernel that was not stored yet. The measured memory then includes the compiler.
 
     Raises:
         UserError: If a recipe or model cannot be used.
@@ -89,6 +91,7 @@ def measure_memory(
         "interpreter_file_bytes": of_files,
         "with_model_bytes": with_model,
         "memory": {**asdict(process), "growth_bytes": process.growth_bytes},
+        "compiler_used": cpu.compiler_used(),
         "step_seconds": statistics.median(seconds[warmup:]),
         "seconds": seconds,
     }

@@ -13,8 +13,9 @@ import timm
 from torch import Tensor
 
 from efficient_ft.bench import step
+from efficient_ft.bench.recipes import Recipe
+from efficient_ft.cli.commands import bench, run_command
 from efficient_ft.cli.commands import gradient_error as gradient_error_command
-from efficient_ft.cli.commands import run_command
 from efficient_ft.config import check
 from efficient_ft.core.format import format_bytes
 from efficient_ft.cost.step import StepSpec
@@ -171,6 +172,26 @@ def test_memory_of_recipes_each_in_its_own_process(tmp_path: Path, capsys: pytes
     assert all(format_bytes(record["memory"]["growth_bytes"]) in printed for record in (full, head))
     assert "used" in " ".join(printed.split())
     assert "# Measuring the memory of the recipe full" in printed
+
+
+def test_a_process_that_compiles_kernels_is_measured_again(monkeypatch: pytest.MonkeyPatch):
+    answers = iter([{"compiler_used": True, "run": 1}, {"compiler_used": False, "run": 2}, {"failure": "killed"}])
+    monkeypatch.setattr(bench, "_in_own_process", lambda recipe, options: next(answers))
+    assert bench._memory_of(Recipe("low_bit", ()), {})["run"] == 2
+    assert bench._memory_of(Recipe("low_bit", ()), {}) == {"failure": "killed"}
+
+
+@pytest.mark.slow
+def test_memory_excludes_the_compiler_if_no_kernel_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "kernels"))
+    file = tmp_path / "memory.json"
+    run(
+        *["memory", "--model", "vit_digits", "--batch", "4", "--steps", "1", "--warmup", "1", "low_bit"],
+        "--json",
+        str(file),
+    )
+    assert json.loads(file.read_text())["recipes"]["low_bit"]["compiler_used"] is False
+    assert list((tmp_path / "kernels").rglob("*.nbi"))
 
 
 @pytest.mark.slow

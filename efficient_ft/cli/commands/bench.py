@@ -38,7 +38,8 @@ _THREADS_PER_PROCESSOR = 16
 #: Recipes of ``bench step`` if none is given. The last recipe is timm's unmodified model in its own memory format.
 _DEFAULT_RECIPES = ("last_stage", "lbp_wht", "timm=last_stage:trainer.channels_last=false,trainer.prefix=fp32")
 #: Keys of a ``bench memory`` record whose values are included in the report of ``bench step``.
-PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory")
+PROCESS_KEYS = ("interpreter_bytes", "with_model_bytes", "optimizer", "optimizer_bytes", "counted_bytes", "memory",
+                "compiler_used")  # fmt: skip
 
 DESCRIPTION = """\
 Compare recipes. One process measures all recipes in turn after a warm-up. The process memory of each recipe is measured
@@ -297,7 +298,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         settings = {**vars(options), "optim": "adamw", "steps": options.memory_steps, "warmup": 2}
         _check(recipes, settings)
         for recipe in recipes:
-            records[recipe.name] = _in_own_process(recipe, settings)
+            records[recipe.name] = _memory_of(recipe, settings)
     report = measure_steps(recipes, configure, _network(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
@@ -315,7 +316,7 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
     if options.dtype == BOTH:
         recipes = in_both_precisions(recipes)
     _check(recipes, vars(options))
-    records = {recipe.name: _in_own_process(recipe, vars(options)) for recipe in recipes}
+    records = {recipe.name: _memory_of(recipe, vars(options)) for recipe in recipes}
     dtype = "fp32 and bf16" if options.dtype == BOTH else options.dtype
     return memory_report(options.model, options.batch, dtype, options.unfused, records)
 
@@ -328,12 +329,27 @@ def _check(recipes: Sequence[Recipe], options: Mapping[str, Any]) -> None:
         build_methods(configure(options["model"], [*size, f"optim={options['optim']}", *recipe.overrides]))
 
 
+def _memory_of(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Measure the memory of a recipe in a separate process. See `_in_own_process`.
+
+    If the process compiles kernels, which are stored for later processes, the measurement is repeated once.
+    """
+    print(paragraph(f"# Measuring the memory of the recipe {recipe.name}", "#   "), flush=True)
+    record = _in_own_process(recipe, options)
+    if not record.get("compiler_used"):
+        return record
+    print(
+        paragraph("# The process compiled kernels. The measurement is repeated with stored kernels.", "#   "),
+        flush=True,
+    )
+    return _in_own_process(recipe, options)
+
+
 def _in_own_process(recipe: Recipe, options: Mapping[str, Any]) -> dict[str, Any]:
     """Measure the memory of a recipe in a separate process.
 
     Return the record, or a dict with the reason as ``failure`` if the process fails.
     """
-    print(paragraph(f"# Measuring the memory of the recipe {recipe.name}", "#   "), flush=True)
     arguments = [*recipe.overrides, "--alone"]
     shared = "model batch size classes threads device optim steps warmup allocator"
     for key in shared.split():
