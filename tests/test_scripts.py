@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import random
 import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from efficient_ft.cli.hydra.groups import register
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SCRIPTS = REPOSITORY / "scripts"
@@ -22,6 +25,30 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize("name", sorted(path.stem for path in SCRIPTS.glob("*.py")))
 def test_every_script_can_be_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(name, monkeypatch)["__doc__"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "benchmarks").glob("*.json")), ids=lambda file: file.stem)
+def test_a_random_sample_of_the_recorded_counts_is_current(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recount = load("recount", monkeypatch)
+    if not recount["entries"](json.loads(file.read_text(encoding="utf-8"))):
+        pytest.skip("This record contains no counts that need neither weights nor data.")
+    register()
+    assert recount["changed"](file, 2, random.Random()) == []
+
+
+def test_a_changed_count_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recount = load("recount", monkeypatch)
+    register()
+    record = json.loads((REPOSITORY / "benchmarks" / "published_rule.json").read_text(encoding="utf-8"))
+    record["tables"] = [table for table in record["tables"] if table["table"] == "bsr/3"]
+    file = tmp_path / "published_rule.json"
+    file.write_text(json.dumps(record), encoding="utf-8")
+    assert recount["changed"](file, None, random.Random()) == []
+    record["tables"][0]["rows"][0]["memory"] += 1
+    file.write_text(json.dumps(record), encoding="utf-8")
+    (line,) = recount["changed"](file, None, random.Random())
+    assert line.startswith(f"published_rule.json: bsr/3 {record['tables'][0]['rows'][0]['row']}: recorded ")
 
 
 def test_time_to_accuracy_summarizes_a_record(monkeypatch: pytest.MonkeyPatch) -> None:

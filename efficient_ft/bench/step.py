@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from timm.layers import set_fused_attn, use_fused_attn
@@ -210,7 +210,22 @@ def _seconds_of_the_first_step(call: Callable[[], dict[str, float]]) -> float:
         return call()["step"]
 
 
-def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str, Any]]:
+class _Counted(NamedTuple):
+    """A network with its methods, the specification of its training step, and the counts of the step."""
+
+    model: nn.Module
+    methods: list[Method]
+    spec: StepSpec
+    counts: dict[str, Any]
+
+
+def count_step(config: Config, network: Network) -> dict[str, Any]:
+    """Return the counts in the record of a recipe: its methods, trained parameters, FLOPs and bytes."""
+    with unfused_attention() if network.unfused else nullcontext():
+        return _counted(config, network).counts
+
+
+def _counted(config: Config, network: Network) -> _Counted:
     model = store_weights(factory.random_model(config.model, network.num_classes), config.trainer.weight_dtype)
     methods = build_methods(config)
     apply_methods(model, methods)
@@ -220,17 +235,23 @@ def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str,
         model.to(memory_format=torch.channels_last)
     build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
     counted = executed(model, methods=methods, build_optimizer=build, **vars(spec))
+    counts = {
+        "methods": [repr(m) for m in methods],
+        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "executed": counted.as_dict(),
+    }
+    return _Counted(model, methods, spec, counts)
+
+
+def _prepared(config: Config, network: Network) -> tuple[TrainingStep, dict[str, Any]]:
+    model, methods, spec, counts = _counted(config, network)
+    build = partial(build_optimizer, optim=config.optim, precision=config.trainer.precision)
     prefix = _prefix(config, model, methods, torch.device(network.device))
     replaced = None if prefix is None else _replacement(config, prefix)
     step = TrainingStep(model, methods, spec, device=network.device, build_optimizer=build, replace=replaced)
     excluded = () if prefix is None else prefix.parts
     compiled = compile_blocks(step.model, excluded) if config.trainer.compile else None
-    return step, {
-        **({} if compiled is None else {"compiled": compiled}),
-        "methods": [repr(m) for m in methods],
-        "trainable_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "executed": counted.as_dict(),
-    }
+    return step, {**({} if compiled is None else {"compiled": compiled}), **counts}
 
 
 def build_step(

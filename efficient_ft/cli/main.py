@@ -29,7 +29,7 @@ from efficient_ft.cli.hydra.compose import ComposedJob, check_form, chosen_optio
 from efficient_ft.cli.hydra.groups import CONF, help_text, register
 from efficient_ft.cli.hydra.output_folder import CommandRecord, leaving_nothing, output_folder_faults
 from efficient_ft.cli.hydra.settings import check_flags, hydra_faults
-from efficient_ft.cli.hydra.variants import not_as_published
+from efficient_ft.cli.hydra.variants import not_as_published, published_recipes
 from efficient_ft.cli.hydra.verbs import as_settings
 from efficient_ft.cli.started import first_process, started_processes
 from efficient_ft.cli.stopping import signals_first, while_loading
@@ -62,7 +62,8 @@ def job(composed: DictConfig) -> float | None:
             arguments = list(hydra_config.overrides.task)
             if _trains(config):
                 config = config.with_options(chosen_options(hydra_config, arguments))
-            for sentence in not_as_published(config):
+            recipes = published_recipes(config, hydra_config.runtime.choices.get("recipe", "none"))
+            for sentence in [*not_as_published(config), *([] if recipes is None else [recipes])]:
                 show(f"note: {sentence}")
             folder = Path(hydra_config.runtime.output_dir)
             record = CommandRecord(folder, hydra_config, composed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from efficient_ft.cli.hydra.conf import CONF
-from efficient_ft.cli.hydra.variants import folder_of, not_as_published, variant
+from efficient_ft.cli.hydra.variants import folder_of, not_as_published, published_recipes, variant
 from efficient_ft.core.packages import method_of
 from tests.cli.program import composed
 
@@ -46,6 +46,27 @@ def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     (sentence,) = not_as_published(razor)
     assert sentence.startswith("back_razor_mesa differs from the published method: ")
     assert "sparsity" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("method=lbp_wht model=efficientformer_l1 data=cifar100", "recipe=lbp_wht/cifar100 contains"),
+        ("method=[full,alast] model=deit_small data=cifar100", "recipe=alast/cifar100 contains"),
+        ("method=bsr model=deit_small data=cifar100", "recipe=bsr_deit/cifar100 contains"),
+        (
+            "method=[full,back_razor] model=efficientformer_l1 data=cars",
+            "recipe=back_razor_cnn/cars and recipe=back_razor_vit/cars contain",
+        ),
+        ("method=lbp_wht model=efficientformer_l1 data=digits", None),
+        ("method=full model=deit_small data=cifar100", None),
+    ],
+)
+def test_the_recipe_of_the_published_run_is_named(arguments: str, said: str | None) -> None:
+    (config,) = composed(*arguments.split())
+    sentence = published_recipes(config, "none")
+    assert sentence is None if said is None else str(sentence).startswith(f"{said} the settings of")
+    assert published_recipes(config, "lbp_wht/cifar100") is None
 
 
 def test_a_method_of_nobody_keeps_its_name() -> None:

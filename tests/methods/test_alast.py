@@ -74,7 +74,8 @@ def give(method: ALaST, budgets: Sequence[float]) -> None:
 
 
 def settings_of(file: str) -> dict[str, Any]:
-    return option_settings(CONF / f"{file}.yaml")
+    settings = option_settings(CONF / f"{file}.yaml").items()
+    return {name: value for name, value in settings if not str(value).startswith("${")}
 
 
 # ------------------------------------------------------------------------------------------------ tokens

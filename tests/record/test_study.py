@@ -324,7 +324,8 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
         UserError, match=r"The run full optim\.lr=0\.001 seed=0 does not train with cost_only or evaluate"
     ):
         command.main([str(folder)])
-    (folder / "study.yaml").write_text(STUDY + "  again: [method=full, trainer.progress=false]\n")
+    own = STUDY.replace("vary: [", "vary: [trainer.progress, ")
+    (folder / "study.yaml").write_text(own + "  again: [method=full, trainer.progress=false]\n")
     with pytest.raises(UserError, match=r"again optim.* and full .* are identical\. Remove one of the rows"):
         command.main([str(folder)])
     assert not (folder / "records.json").exists()
@@ -334,7 +335,8 @@ def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder
 def test_a_study_runs_and_is_continued(folder: Path) -> None:
     """The study trains four tuning runs, two runs of the other seed and two that diverge; repeated, it trains none."""
     high = "[method=full, optim.weight_decay=1.0e+38, optim.warmup_steps=0, optim.grad_clip_norm=null]"
-    (folder / "study.yaml").write_text(f"{STUDY}  high: {high}\n")
+    own = STUDY.replace("vary: [", "vary: [optim.weight_decay, optim.grad_clip_norm, ")
+    (folder / "study.yaml").write_text(f"{own}  high: {high}\n")
     command = [sys.executable, "-m", "efficient_ft", "study", str(folder), "jobs=2", "trainer.progress=false"]
     for _ in range(2):
         done = subprocess.run(

@@ -73,8 +73,8 @@ counted from executed operations. On CUDA, the allocator measures peaks.
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a benchmark, print its tables, and write its report as JSON if `--json` is given."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = _parser()
-    options, unknown = parser.parse_known_args(arguments)
+    command = parser()
+    options, unknown = command.parse_known_args(arguments)
     if unknown:
         word, bench = unknown[0], f"{PROG} {options.kind}" if hasattr(options, "kind") else PROG
         if word.startswith("-"):
@@ -84,14 +84,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         together = shlex.join([*options.recipes, word])
         raise UserError(f"{word}: options must not separate recipes. Use {bench} {together} ...")
     if not hasattr(options, "run"):
-        parser.print_help()
+        command.print_help()
     elif getattr(options, "alone", False):
         _measure_alone(options)
     else:
         _measure(options, arguments)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog=PROG, description=DESCRIPTION, formatter_class=Help)
     kinds = parser.add_subparsers(metavar="step|memory|layer|loop|gradient|optimizer|overhead", dest="kind")
     step = _add_kind(kinds, "step", _step, 10, "measure the parts of training steps", both=True)
@@ -277,7 +278,8 @@ def _task_of(option: Path, overrides: Sequence[str]) -> list[str]:
     return [] if any(word.startswith("task=") for word in overrides) else _TASKS.get(task, [])
 
 
-def _network(options: argparse.Namespace) -> Network:
+def network_of(options: argparse.Namespace) -> Network:
+    """Return the network of a benchmark with the given options."""
     from efficient_ft.bench.recipes import Network
 
     unfused = getattr(options, "unfused", False)
@@ -299,7 +301,7 @@ def _step(options: argparse.Namespace) -> dict[str, Any]:
         _check(recipes, settings)
         for recipe in recipes:
             records[recipe.name] = _memory_of(recipe, settings)
-    report = measure_steps(recipes, configure, _network(options), rounds=options.rounds, warmup=options.warmup)
+    report = measure_steps(recipes, configure, network_of(options), rounds=options.rounds, warmup=options.warmup)
     for name, record in records.items():
         if "failure" in record:
             report["notes"].append(f"The process memory of {name} was not measured: {record['failure']}")
@@ -378,7 +380,7 @@ def _measure_alone(options: argparse.Namespace) -> None:
         record = measure_memory(
             Recipe("", tuple(options.recipes)),
             configure,
-            _network(options),
+            network_of(options),
             optim=options.optim,
             steps=options.steps,
             warmup=options.warmup,
@@ -437,7 +439,7 @@ def _gradient(options: argparse.Namespace) -> dict[str, Any]:
     return measure_gradients(
         parse_recipes(options.recipes, CONF),
         configure,
-        _network(options),
+        network_of(options),
         weights=options.weights,
         images=options.images,
         batches=options.batches,

@@ -19,6 +19,9 @@ from efficient_ft.core.packages import configuration_folders, method_files, opti
 #: Suffix of options with the published settings.
 PUBLISHED = "_published"
 
+#: Suffix of recipes with the settings of the authors' code instead of the settings in the paper.
+_OF_THE_CODE = "_code"
+
 #: Suffix of run folders whose settings differ from an existing published option.
 OURS = "-ours"
 
@@ -58,6 +61,28 @@ def not_as_published(config: Config) -> list[str]:
             do = f"For the published settings, use method={chosen}{PUBLISHED}."
             found.append(f"{chosen} differs from the published method: {', '.join(differs)}. {do}")
     return found
+
+
+def published_recipes(config: Config, recipe: str) -> str | None:
+    """Return a sentence that names the recipes of published runs of the same method on the same data set.
+
+    The result is None if the run uses a recipe, or if there is no such recipe. The recipes METHOD/DATA and
+    METHOD_NETWORK/DATA belong to a method. If the name of the model contains NETWORK, recipes of other networks are not
+    listed.
+    """
+    if recipe != "none" or config.tasks:
+        return None
+    files = [*(CONF / "recipe").glob(f"*/{config.data.name}.yaml")]
+    names = [file.parent.name for file in files if not file.parent.name.endswith(_OF_THE_CODE)]
+    names = [name for name in names if any(name == one or name.startswith(f"{one}_") for one in config.method)]
+    of_method = [name for name in names if name in config.method]
+    of_network = [name for name in names if name.rpartition("_")[2] in str(config.model.name)]
+    found = sorted(of_method or of_network or names)
+    if not found:
+        return None
+    listed = " and ".join(f"recipe={name}/{config.data.name}" for name in found)
+    contain, runs = ("contains", "the published run") if len(found) == 1 else ("contain", "published runs")
+    return f"{listed} {contain} the settings of {runs}. This run does not use a recipe."
 
 
 def _departures(method: str, chosen: str, settings: Mapping[str, Any]) -> list[tuple[str, Any]]:
