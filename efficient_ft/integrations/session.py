@@ -67,8 +67,7 @@ class MethodSession:
     Args:
         model: image classifier that is neither compiled nor wrapped (see `Method.apply`).
         methods: one method or several methods, in any order.
-        frozen_bn: if True, freeze the BatchNorm statistics of the model, as in the papers. `remove` unfreezes the
-            statistics.
+        frozen_bn: if True, freeze the BatchNorm statistics of the model. `remove` unfreezes the statistics.
         classifier: full names of the classifier's modules (see `Method.apply`).
 
     Attributes:

@@ -1,6 +1,6 @@
 """BatchNorm layers with frozen statistics.
 
-All papers that this package implements freeze the BatchNorm statistics of the pretrained model.
+By default, runs freeze the BatchNorm statistics of a pretrained model. Back Razor freezes all parameters of BatchNorm.
 """
 
 from __future__ import annotations

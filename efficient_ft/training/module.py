@@ -368,9 +368,11 @@ def likely_causes(module: FineTuner) -> list[str]:
     found = []
     frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn else []
     if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
+        # A run that freezes parameters may already train only the last stage.
+        fewer = "last_stage" if all(parameter.requires_grad for parameter in module.model.parameters()) else "head"
         found.append(
             "BatchNorm keeps the statistics of pretraining (model.frozen_bn=true), but its parameters are trained. Use"
-            " model.frozen_bn=false, a smaller optim.lr, or a method that trains fewer layers (method=last_stage)."
+            f" model.frozen_bn=false, a smaller optim.lr, or a method that trains fewer layers (method={fewer})."
         )
     if not config.model.pretrained and config.model.weights is None:
         found.append("The network starts from random weights and may need more epochs.")

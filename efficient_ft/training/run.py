@@ -5,8 +5,8 @@ The run folder contains `config.yaml`, `metrics.jsonl` (the primary record), `me
 contains the selected precision. The folder of a finished run also contains `results.json`.
 
 `model.safetensors` contains the weights of the epoch with the highest accuracy on the split `data.select_best_on`,
-because the papers report that epoch. With several tasks, epochs are compared by their mean accuracy. The checkpoint
-contains the most recent weights.
+because LBP-WHT and BSR are reported to select that epoch. With several tasks, epochs are compared by their mean
+accuracy. The checkpoint contains the most recent weights.
 """
 
 from __future__ import annotations

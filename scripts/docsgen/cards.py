@@ -127,8 +127,8 @@ def settings(name: str) -> str:
 def _value(value: Any) -> str:
     if value == "???":
         return "required"
-    if value == "${model.select}":
-        return "`model.select`"
+    if isinstance(value, str) and value.startswith("${"):  # the value of another setting
+        return f"`{value.strip('${}')}`"
     if value is None or isinstance(value, bool):
         return "`null`" if value is None else f"`{str(value).lower()}`"
     return f"`{value}`"

@@ -132,6 +132,19 @@ def compared(name: str, *rows: str) -> str:
     return table(["row", "test accuracy, %", "seeds", "times fewer FLOPs", "times fewer bytes"], lines)
 
 
+@block
+def measured(row: str, *names: str) -> str:
+    """Show the accuracy of full fine-tuning, of training only the head and of a row in several studies."""
+    lines = []
+    for name in names:
+        full, head, own = (point(name, one) for one in ("full", "head", row))
+        accuracies = [f"{one['accuracy']:.1f}" for one in (full, head, own)]
+        ratios = [f"{full[cost] / own[cost]:.1f}" for cost in ("flops", "saved")]
+        lines.append([records(name).study.title, *accuracies, str(own["seeds"]), *ratios])
+    head_line = ["study", "`full`, %", "`head`, %", f"`{row}`, %", "seeds", "times fewer FLOPs", "times fewer bytes"]
+    return table(head_line, lines)
+
+
 def _runs_table(rows: Iterable[str], columns: dict[str, Callable[[str], dict[str, Any] | None]]) -> str:
     """Return a table of the accuracies of single runs, with a column for each kind of run."""
     runs = {row: [find(row) for find in columns.values()] for row in rows}

@@ -27,6 +27,12 @@ def _rule(table: str, row: str, column: str = "memory", form: str = ".0f") -> st
     return format(number, form) if isinstance(number, float) else str(number)
 
 
+def _executed(table: str, row: str, column: str = "train_memory_mb") -> str:
+    cells = records.load("costs")["cells"]
+    (found,) = (c["executed"] for c in cells if (c["table"], c["row"], c["column"]) == (table, row, column))
+    return f"{found:.0f}"
+
+
 def _printed_loss(table: str, baseline: str, row: str) -> str:
     rows = {one.name: one.cells for one in published_table(table).rows}
     lost = sorted(float(rows[baseline][name].printed) - float(rows[row][name].printed) for name in rows[baseline])
@@ -66,6 +72,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "rule": _rule,
     "rule-exact": lambda table, row, column="memory": _rule(table, row, column, ".2f"),
     "printed-loss": _printed_loss,
+    "executed": _executed,
     # studies and runs
     "study-accuracy": lambda study, row: f"{studies.point(study, row)['accuracy']:.1f}",
     "study-times": lambda study, row, cost: (

@@ -110,7 +110,7 @@ BACK_RAZOR = ("pets", "aircraft", "cifar10", "cifar100", "flowers102", "cars", "
     ),
 )
 def test_back_razor_s_recipe_of_a_vit(data: str, lr: float, steps: int) -> None:
-    """The paper prints 20k steps for all data sets; the authors' code differs for most data sets."""
+    """The paper prints 20k steps. Other numbers are reported for the authors' implementation on most data sets."""
     chosen = ("model=vit_base", f"data={data}", "method=back_razor")
     (config,) = composed(*chosen, f"recipe=back_razor_vit/{data}")
     assert config.trainer.max_steps == 20_000

@@ -220,9 +220,17 @@ def test_frozen_batch_norm_statistics_come_first_among_the_likely_causes(configu
     module = FineTuner(network, configuration(model__frozen_bn=True), 2, 10)
     first, *_, last = likely_causes(module)
     assert "model.frozen_bn=true" in first
+    assert "(method=last_stage)" in first
     assert "optim.lr=0.01" in last
     network[0].requires_grad_(False)  # if only the classifier trains, the statistics are correct
     assert "frozen_bn" not in " ".join(likely_causes(module))
+
+
+def test_a_run_that_trains_the_last_stage_is_not_advised_to_train_the_last_stage(configuration):
+    network = torch.nn.Sequential(nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+    network[0].requires_grad_(False)
+    first, *_ = likely_causes(FineTuner(network, configuration(model__frozen_bn=True), 2, 10))
+    assert "a method that trains fewer layers (method=head)" in first
 
 
 @pytest.mark.parametrize("elsewhere", [None, 0, 1])

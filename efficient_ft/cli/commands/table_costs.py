@@ -209,7 +209,8 @@ def _memory(table: Table, row: Row, step: Step) -> Counts:
     rule = None if found is None else count_cost(found).memory
     if not row.arguments:
         return rule, None
-    # The executed count contains the saved activations, but not the parameters.
+    # The executed count contains the saved activations and the casts of weights to bf16, but not the parameters. The
+    # count is made at the batch size of the run and scaled to the batch size of the table.
     batch, unit = batch_and_unit(table, row)
     return rule, step(_to_count(table, row)).saved_bytes * batch / unit
 
@@ -337,8 +338,8 @@ def _counted(arguments: tuple[str, ...]) -> Executed:
     assert classes is not None
     model = store_weights(kind.random_network(config.model, classes), config.trainer.weight_dtype)
     spec = factory.input_of(config.model)
-    # FLOPs and saved bytes per image do not depend on the batch size.
+    # Casts of the weights to bf16 are saved once per batch, so the saved bytes per image depend on the batch size.
     return executed(
-        model, 2, spec.size, methods=build_methods(config), precision=config.trainer.precision,
+        model, config.data.batch_size, spec.size, methods=build_methods(config), precision=config.trainer.precision,
         label_smoothing=config.optim.label_smoothing, frozen_bn=config.model.frozen_bn, task=kind.task,
     )  # fmt: skip

@@ -45,9 +45,9 @@ class LoRA(Method):
         targets: layers to adapt. ``attention``: linear layers and 1×1 convolutions in attention modules. ``all``: all
             linear layers and 1×1 convolutions.
         dropout: dropout probability of the inputs of the adapters during training. Must be in [0, 1).
-        as_published: if True, reproduce the baselines of the LBP-WHT paper. Layers whose forward method is never called
-            (such as qkv in SwinV2) are not adapted, whereas layers with fewer channels than the rank (such as talking
-            heads) are adapted.
+        as_published: if True, choose the layers as reported for the baselines of the LBP-WHT paper. Layers whose
+            forward method is never called (such as qkv in SwinV2) are not adapted, whereas layers with fewer channels
+            than the rank (such as talking heads) are adapted.
 
     Raises:
         SettingError: If a setting is out of range.
@@ -152,7 +152,7 @@ class LoRA(Method):
         return {n for n in view.new_parameters() if self._before[n]}
 
     def _rank(self, name: str) -> int:
-        """Return the rank of the adapter of a layer. The rank is larger for fused layers, as in the LBP-WHT paper."""
+        """Return the rank of the adapter of a layer. The rank is larger for fused layers."""
         return self.rank * projections_in(name)
 
     def _why_not(self, layer: Layer) -> Skipped | None:

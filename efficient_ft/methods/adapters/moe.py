@@ -244,9 +244,9 @@ class MoE(ExpertsMethod):
     A linear gate without bias, followed by a softmax, computes the probability of each expert for each token. The gate
     is initialized with zeros. For each token, the ``top_k`` most probable experts run. The result is the sum of the
     outputs of these experts, weighted by the probabilities. If probabilities are equal, the expert with the lower index
-    is preferred. By default, the ``top_k`` probabilities are not normalized, as in the paper. The initial output is
-    therefore top_k / num_experts times the output of the feed-forward network. With ``norm_topk_prob=True``, the
-    initial output is unchanged. An expert that receives no tokens in a step does not run, and its gradients are None.
+    is preferred. By default, the ``top_k`` probabilities are not normalized. The initial output is therefore top_k /
+    num_experts times the output of the feed-forward network. With ``norm_topk_prob=True``, the initial output is
+    unchanged. An expert that receives no tokens in a step does not run, and its gradients are None.
 
     The first expert is the model's own feed-forward network and keeps its parameter names. The other experts
     (``….mlp.experts.…``) are copies of the first one. The copied experts and their gates (``….mlp.gate.…``) cannot be
@@ -262,8 +262,8 @@ class MoE(ExpertsMethod):
         norm_topk_prob: if True, the weights of the experts of each token are normalized so that their sum is 1.
         aux_loss_coef: coefficient of the balance loss in `total_loss`. Must be non-negative. The balance loss is the
             sum of E · Σ fₑ · Pₑ over the blocks. fₑ is the fraction of the (token, expert) pairs that are routed to
-            expert e in the batch of one process, and Pₑ is the mean probability of expert e. BSR uses 0,
-            that is, the balance loss is not added to the loss. M³ViT and Switch Transformers use 0.01.
+            expert e in the batch of one process, and Pₑ is the mean probability of expert e. The default is 0, so the
+            balance loss is not added to the loss, as reported for BSR. M³ViT and Switch Transformers use 0.01.
 
     Raises:
         SettingError: If a setting is out of range. Raised by `apply` if a block index is out of range or repeated, or

@@ -2,9 +2,8 @@
 
 Source: Yang, Chiang, Li, Marculescu, Marculescu, "Efficient Low-rank Backpropagation for Vision Transformer
 Adaptation", NeurIPS 2023. The default padding ``ortho`` uses an orthonormal basis of the cropped rows and is not part
-of the paper. With this padding, the gradient is exact at full rank. At every measured rank, this gradient is closer to
-the exact gradient than the gradient with the published padding. The settings `padding="reflect", as_published=True`
-reproduce the paper.
+of the paper. With this padding, the gradient is exact at full rank. The settings `padding="reflect",
+as_published=True` follow descriptions of the authors' implementation (see docs/notices.md).
 """
 
 from __future__ import annotations
@@ -37,13 +36,13 @@ class LBPWHT(LowRankBackward):
             ≤ order − 1. The order must be from 1 to 8, and R = order². ``lhe``: for each layer, the R bases with the
             highest energy in the output gradient g_y, where R is the same as for ``l1``. The energy is summed over the
             first `profile_steps` steps, which run the exact backward pass.
-        order: number that determines which bases are selected (see `bases`). The paper recommends orders from 4 (R =
-            10) to 6 (R = 21).
+        order: number that determines which bases are selected (see `bases`). If the last stage is trained, the paper
+            recommends orders from 4 (R = 10) to 6 (R = 21).
         padding: padding for grids whose height or width is not a multiple of 8. With ``ortho`` and ``zero``, the
             gradient is exact at full rank. With ``reflect`` (as published), the gradient is not exact at any rank.
-        as_published: if True, reproduce the published code. Fused qkv layers whose forward method is never called (as
-            in SwinV2) keep the exact backward pass. Layers are projected even if projection costs more than the exact
-            backward pass (as for talking heads).
+        as_published: if True, choose the layers as reported for the authors' implementation. Fused qkv layers whose
+            forward method is never called (as in SwinV2) keep the exact backward pass. Layers are projected even if
+            projection costs more than the exact backward pass (as for talking heads).
         profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
         skip: parts of layer names, such as ``attention``, ``fc2`` or ``mlp.fc2``. Layers whose names contain one of
             these parts keep the exact backward pass. ``*`` matches any part.

@@ -35,10 +35,10 @@ class BackRazor(ActivationPacking):
 
     Args:
         sparsity: fraction of the values that is dropped. Must be in [0, 1).
-        value_dtype: dtype of the saved values. With ``fp16`` (as published), `step_end` raises an error if a value
-            overflows. ``bf16`` avoids overflows. ``same`` keeps the dtype of the activation. ``int8`` combines Back
-            Razor with Mesa: all values, including the input of GELU, are saved in 8 bits with one running range per
-            tensor.
+        value_dtype: dtype of the saved values. With ``fp16`` (as reported for the authors' implementation), `step_end`
+            raises an error if a value overflows. ``bf16`` avoids overflows. ``same`` keeps the dtype of the activation.
+            ``int8`` combines Back Razor with Mesa: all values, including the input of GELU, are saved in 8 bits with
+            one running range per tensor.
         norm_saves: tensor that normalization layers save: the ``input`` (as published) or the ``normalized`` input x̂.
         attention: ``unfused`` saves q, k, v and the output of the softmax (as published). ``fused`` saves q, k and v in
             8 bits and recomputes attention from these tensors with torch's fused kernel.

@@ -115,8 +115,8 @@ class HeadOnly(Selection):
 class LastStage(Selection):
     """Train the last stage, the layers after the last stage, and the head (the partial training in the LBP-WHT paper).
 
-    The downsampling layer of the stage is also trained, except in EfficientFormerV2, for which the papers omit this
-    layer. An isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.
+    The downsampling layer of the stage is also trained, except in EfficientFormerV2 (as reported for LBP-WHT). An
+    isotropic transformer is divided into four stages of equal size. See `ModelView.last_stage`.
 
     Raises:
         UserError: Raised by `apply` if the model's stages or blocks are not recognized.

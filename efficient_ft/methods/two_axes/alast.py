@@ -1,8 +1,8 @@
 """ALaST: in each step, train some of the blocks and drop tokens, depending on a budget for each block.
 
 Source: Devoto, Alvetreti, Pomponi, Di Lorenzo, Minervini, Scardapane, "Adaptive Layer Selection for Efficient Vision
-Transformer Fine-Tuning", 2024. The settings determine details that the paper does not specify or that the authors later
-described differently.
+Transformer Fine-Tuning", 2024. The settings determine details that the paper does not specify, or that are reported
+differently for a later implementation by the authors (see docs/notices.md).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ class ALaST(LayersPerStep, TokenMethod):
     are dropped without fusion. Frozen blocks also drop tokens. At least one patch token is kept, unless the model
     classifies only by its class token. In evaluation, no tokens are dropped.
 
-    The default values follow a description that the authors published after the paper. The variant ``alast_paper`` uses
-    the settings of the paper.
+    The default values are reported for a later implementation by the authors. The variant ``alast_paper`` uses the
+    values in the text of the paper.
 
     Args:
         num_layers: number K of blocks to train per step.
@@ -106,8 +106,8 @@ class ALaST(LayersPerStep, TokenMethod):
             therefore set α to ``optim.lr``.
         delta: reduction of Δ over channels and images. ``image``: sum over the channels and mean over the images.
             ``value``: mean over channels and images.
-        delta_scale: factor of Δ. The default value is the batch size of the paper (128), because the authors' Δ is
-            reported to be a sum over the batch, whereas this Δ is a mean over the images.
+        delta_scale: factor of Δ. The default value is the batch size of the paper (128), because Δ in the later
+            implementation is reported to be a sum over the batch, whereas this Δ is a mean over the images.
         first_delta: value that the first step uses as the Δ of the previous step. ``zero``: 0. ``same``: the Δ of the
             first step, so that the first step does not change the budgets.
         layer_choice: criterion for the selection of the trained blocks. ``sample``: sample K blocks without

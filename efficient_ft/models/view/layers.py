@@ -34,7 +34,7 @@ class Reason(Enum):
     OTHER_FORM = "a module with a different structure"
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
-    AS_PUBLISHED = "excluded, as in the paper"
+    AS_PUBLISHED = "excluded, as published"
     UNPACKED_OPERATION = "dense, because packing does not support the operation"
     NO_EFFECT = "the setting has no effect here"
     OTHER = "for another reason"

@@ -16,7 +16,7 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
-#: Name of the module that is excluded from the last stage, by model class. The papers do not train this module.
+#: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: Pattern for the names of attention classes. Blocks with attention and an MLP (``ClassAttentionBlock``) do not match.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")

@@ -101,10 +101,10 @@ def wht_tiles(grid: Grid, pairs: Pairs, padding: str) -> list[Tile]:
     Args:
         grid: Size of the map, (H, W).
         pairs: Selected sequencies (i, j).
-        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that the paper describes. ``reflect``
-            crops the synthesized map, so that the rows are not orthonormal and neighboring tiles may overlap. For each
-            block, ``ortho`` uses an orthonormal basis of the space that the cropped rows span. The resulting projector
-            is orthogonal on every grid, and no direction vanishes.
+        padding: ``zero``, ``reflect`` or ``ortho``. ``reflect`` is the padding that is reported for the authors'
+            implementation. ``reflect`` crops the synthesized map, so that the rows are not orthonormal and neighboring
+            tiles may overlap. For each block, ``ortho`` uses an orthonormal basis of the space that the cropped rows
+            span. The resulting projector is orthogonal on every grid, and no direction vanishes.
 
     Raises:
         ValueError: If an axis of the grid has fewer rows than the reflection requires.
