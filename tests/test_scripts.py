@@ -28,13 +28,11 @@ def test_every_script_can_be_loaded(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file", sorted((REPOSITORY / "benchmarks").glob("*.json")), ids=lambda file: file.stem)
-def test_a_random_sample_of_the_recorded_counts_is_current(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["adapters_resnet50", "counted_methods", "published_rule", "table_costs"])
+def test_a_random_sample_of_the_recorded_counts_is_current(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recount = load("recount", monkeypatch)
-    if not recount["entries"](json.loads(file.read_text(encoding="utf-8"))):
-        pytest.skip("This record contains no counts that need neither weights nor data.")
     register()
-    assert recount["changed"](file, 2, random.Random()) == []
+    assert recount["changed"](REPOSITORY / "benchmarks" / f"{name}.json", 3, random.Random()) == []
 
 
 def test_a_changed_count_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -199,7 +199,10 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert (after - before).abs().max() > 1e-5
 
     def test_a_yaml_holds_the_constructors_arguments(self, file: Path) -> None:
-        """The settings in each YAML file, including inherited settings, are the arguments of the constructor."""
+        """The settings in each YAML file, including inherited settings, are the arguments of the constructor.
+
+        A setting whose value refers to another setting, such as ``${optim.lr}``, can have another default.
+        """
         package = re.match(r"# @package method\.(\w+)\n", file.read_text(encoding="utf-8"))
         assert package, f"the first line of {file.name} must state the package, e.g. # @package method.{file.stem}"
         (method,) = {r.method for r in self.rows.values() if r.method.name == package[1]}
@@ -209,7 +212,8 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         assert (select is None) == (method.axis == Axis.SELECTION), "only selection methods must omit select"
         assert values.keys() == parameters.keys()
         if file.stem == method.name:
-            assert values == {n: "???" if p.default is p.empty else p.default for n, p in parameters.items()}
+            defaults = {n: "???" if p.default is p.empty else p.default for n, p in parameters.items()}
+            assert values == {n: values[n] if str(values[n]).startswith("${") else d for n, d in defaults.items()}
         else:
             assert any(values[n] != p.default for n, p in parameters.items()), "a variant must differ from the defaults"
 
