@@ -3,7 +3,7 @@
     python scripts/recount.py [--sample N] [FILE ...]
 
 FLOPs and bytes are counted from operations on fake tensors, so the counts of a commit are the same on every machine.
-Continuous integration counts a random sample of the records that `docs.py --record` writes. If an entry has changed,
+Continuous integration counts a random sample of the records that tests/test_scripts.py lists. If an entry has changed,
 repeat the command of the record, which the record contains. Entries of records from a GPU can differ on a machine
 without a GPU, because the attention kernels differ.
 """

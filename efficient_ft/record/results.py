@@ -231,7 +231,7 @@ class CorrectSamples(TypedDict):
     """The samples of a split that are predicted correctly, in the order of the data set.
 
     `bits` is a hexadecimal number with one bit for each sample. The most significant bit of the first digit describes
-    the first sample, and 1 denotes a correct prediction. The last digit is padded with zeros.
+    the first sample, and 1 denotes a correct prediction. The last byte is padded with zeros.
     """
 
     samples: int
@@ -240,15 +240,18 @@ class CorrectSamples(TypedDict):
 
 def correct_samples(correct: Sequence[bool]) -> CorrectSamples:
     """Return the record of correct predictions."""
-    padded = [*correct, *[False] * (-len(correct) % 4)]
-    digits = [sum(bit << (3 - place) for place, bit in enumerate(padded[i : i + 4])) for i in range(0, len(padded), 4)]
-    return {"samples": len(correct), "bits": "".join(f"{digit:x}" for digit in digits)}
+    import numpy as np
+
+    return {"samples": len(correct), "bits": np.packbits(np.array(correct, dtype=bool)).tobytes().hex()}
 
 
 def are_correct(record: CorrectSamples) -> list[bool]:
     """Return a Boolean for each sample of a record. This function is the inverse of `correct_samples`."""
-    bits = [bool(int(digit, 16) >> (3 - place) & 1) for digit in record["bits"] for place in range(4)]
-    return bits[: record["samples"]]
+    import numpy as np
+
+    packed = np.frombuffer(bytes.fromhex(record["bits"]), dtype=np.uint8)
+    found: list[bool] = np.unpackbits(packed, count=record["samples"]).astype(bool).tolist()
+    return found
 
 
 class TaskData(TypedDict):

@@ -25,8 +25,8 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
 
     Ratios are relative to the row ``full``, or to the first row if ``full`` does not exist. The accuracy (or the metric
     of the task) is given in percent as the mean over the seeds, with the minimum and maximum. Costs refer to one run.
-    The table has a column for process memory only if process memory was recorded for all rows, and a column for the
-    paired difference from the first of these rows only if correct test images were recorded.
+    The table has a column for process memory only if process memory was recorded for all rows. The table has a column
+    for the paired difference from the same row (`paired_difference`) only if the correct test images were recorded.
     """
     found = {row: runs for row in rows if (runs := records.finished(row))}
     all_of_base = records.finished("full") if "full" in records.study.rows else []
@@ -41,11 +41,13 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
     lines = [_line(row, runs, base, ends, with_memory) for row, runs in found.items() if base is not None]
     if with_memory:
         header.insert(-1, "process MiB")
-    differences = [paired_difference(runs, all_of_base) for runs in found.values()]
-    if any(differences):
-        header.insert(3, f"points relative to {all_of_base[0]['row']} [95 %]")
-        for line, difference in zip(lines, differences, strict=True):
-            line.insert(3, None if difference is None or line[0] == all_of_base[0]["row"] else str(difference))
+    others = {row: runs for row, runs in found.items() if base is not None and row != base["row"]}
+    differences = {row: paired_difference(runs, all_of_base) for row, runs in others.items()}
+    if base is not None and any(differences.values()):
+        header.insert(3, f"points relative to {base['row']} [95 %]")
+        for line in lines:
+            difference = differences.get(str(line[0]))
+            line.insert(3, None if difference is None else str(difference))
     return header, lines
 
 

@@ -57,14 +57,7 @@ _CASES: dict[str, dict[str, dict[str, Any]]] = {
     "tome": {"tome": {"r": 8, "select": "all"}},
     "patch_dropout": {"patch_dropout": {"select": "all"}},
     "alast": {
-        "alast": {
-            "num_layers": 1,
-            "budget_init": 0.8,
-            "budget_min": 0.2,
-            "budget_lr": 0.01,
-            "delta_scale": 1.0,
-            "first_delta": "same",
-        }
+        "alast": {"num_layers": 1, "budget_init": 0.8, "budget_min": 0.2, "budget_lr": 1e-4, "first_delta": "same"}
     },
     "uniform_layers": {"uniform_layers": {"num_layers": 1}},
     "lisa": {"lisa": {"num_layers": 1, "interval": 3}},

@@ -119,7 +119,7 @@ def test_no_configuration_at_all(tmp_path: Path) -> None:
 def test_correct_samples_are_read_as_written(correct: list[bool]) -> None:
     record = correct_samples(correct)
     assert are_correct(record) == correct
-    assert len(record["bits"]) == math.ceil(len(correct) / 4)
+    assert len(record["bits"]) == 2 * math.ceil(len(correct) / 8)
 
 
 def test_the_first_sample_is_the_most_significant_bit() -> None:

@@ -288,6 +288,18 @@ def test_the_report_has_accuracies_over_the_seeds(folder: Path, capsys: pytest.C
     assert "These rows diverged at every value: head." in capsys.readouterr().out
 
 
+def test_the_report_compares_rows_on_the_same_test_images(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = Records(folder)
+    for run in records.tuning_runs(["full", "head"]):
+        found = results(run.value, test=0.5)
+        found["data"]["correct"] = {"test": correct_samples([True, True, run.row == "full", False])}
+        records.add(run, found)
+    run_command("study", [str(folder), "--report"])
+    shown = capsys.readouterr().out
+    assert "full [95 %]" in shown, "the last line of the heading"
+    assert "−25.0 [−75.0…+0.0]" in shown
+
+
 def test_two_processes_on_one_study_keep_each_other_s_records(folder: Path) -> None:
     one, other = Records(folder), Records(folder)
     one.add(one.tuning_runs(["full"])[0], results(0.5))

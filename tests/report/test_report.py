@@ -37,14 +37,7 @@ VIT: dict[str, Any] = {
     "frozen_bn": False,
     "kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
 }
-ALAST: dict[str, Any] = {
-    "num_layers": 2,
-    "budget_init": 0.7,
-    "budget_min": 0.2,
-    "budget_max": 0.9,
-    "budget_lr": 0.05,
-    "delta_scale": 1.0,
-}
+ALAST: dict[str, Any] = {"num_layers": 2, "budget_init": 0.7, "budget_min": 0.2, "budget_max": 0.9, "budget_lr": 4e-4}
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"full": {}},
     "bsr": {"bsr": {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.3}},

@@ -21,14 +21,7 @@ from tests.training.runs import assert_same_run, interrupted_at, killed_at, meth
 pytestmark = pytest.mark.usefixtures("without_cost")
 
 PER_STEP = {
-    "alast": {
-        "num_layers": 1,
-        "budget_init": 0.8,
-        "budget_min": 0.2,
-        "budget_lr": 0.01,
-        "delta_scale": 1.0,
-        "first_delta": "same",
-    },
+    "alast": {"num_layers": 1, "budget_init": 0.8, "budget_min": 0.2, "budget_lr": 1e-4, "first_delta": "same"},
     "lisa": {"num_layers": 1, "interval": 4},
     "top_layers": {"num_layers": 1, "profile_steps": 8},
     "uniform_layers": {"num_layers": 1},

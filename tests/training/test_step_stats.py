@@ -36,8 +36,7 @@ ALAST_SETTINGS: dict[str, Any] = {
     "budget_init": 0.7,
     "budget_min": 0.2,
     "budget_max": 0.9,
-    "budget_lr": 0.05,
-    "delta_scale": 1.0,
+    "budget_lr": 4e-4,
 }
 METHODS: dict[str, dict[str, Any]] = {
     "full": {"full": {}},

@@ -19,7 +19,7 @@ from efficient_ft.core.packages import configuration_folders, method_files, opti
 #: Suffix of options with the published settings.
 PUBLISHED = "_published"
 
-#: Suffix of recipes with the settings of the authors' code instead of the settings in the paper.
+#: Suffix of recipes with settings that are reported for the authors' implementation and differ from the paper.
 _OF_THE_CODE = "_code"
 
 #: Suffix of run folders whose settings differ from an existing published option.
