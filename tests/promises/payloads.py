@@ -299,10 +299,10 @@ def _study(folder: Path) -> dict[str, float]:
     runs = arguments(folder / "images", folder / "run", "trainer.max_steps=1")[:-2]  # without the run folder
     plain: dict[str, Any] = {
         "title": "a study",
-        "settings": runs[: runs.index("method=full")],
+        "settings": [setting for setting in runs if setting != "method=full"],
         "tune": {"setting": "optim.lr", "values": [0.01], "seed": 0},
-        "seeds": [0],
-        "rows": {"full": runs[runs.index("method=full") :]},
+        "seeds": [1],
+        "rows": {"full": ["method=full"]},
     }
     (folder / "plain").mkdir()
     _write("study.yaml", plain, folder / "plain")
