@@ -54,6 +54,7 @@ RECIPES = {
     },
     "efficientnet_lite0": {
         "full": ["method=full", "model.frozen_bn=false"],
+        "full, fp32": ["method=full", "model.frozen_bn=false", "trainer.precision=fp32"],
         "full+lbp_dct": ["method=[full,lbp_dct]", "model.frozen_bn=false"],
         "last_stage": ["method=last_stage"],
         "last_stage, prefix": ["method=last_stage", "trainer.prefix=auto"],
