@@ -160,7 +160,7 @@ def _relative_time(config: Config, is_timed: bool) -> _Slower:
         return products
     settings = config.model_dump_json(include={"model", "method"}).encode()
     digest = hashlib.blake2b(settings, digest_size=4).hexdigest()
-    key = f"{here}, {config.model.name}, {'+'.join(config.method)}, {digest}"
+    key = f"{here}, 1 thread, {config.model.name}, {'+'.join(config.method)}, {digest}"
     return _Slower(_cached(key, lambda: network_time(config)), "in a step of this network")
 
 
@@ -216,23 +216,21 @@ def network_time(config: Config) -> float:
         most = min(config.data.batch_size, _MOST_IMAGES)
         spec = replace(step_spec(config.with_precision("fp32")), batch_size=min(most, 2))
 
-        def run(precision: str) -> float:
+        def run(precision: str) -> None:
             step.spec = replace(spec, precision=precision)
-            start = time.perf_counter()
             step.forward()
             step.backward()
             step.model.zero_grad(set_to_none=True)
-            return time.perf_counter() - start
 
         step = TrainingStep(network, methods, spec)
         run("fp32")
-        images = int(spec.batch_size * _STEP_SECONDS / run("fp32"))
+        images = int(spec.batch_size * _STEP_SECONDS / _seconds(run, "fp32"))
         spec = replace(spec, batch_size=min(most, max(spec.batch_size, images)))
         step = TrainingStep(network, methods, spec)
-        return _ratio(run, rounds=2)
+        return _ratio(run, rounds=1 + _ROUNDS)
 
 
-def _ratio(run: Callable[[str], Any], rounds: int) -> float:
+def _ratio(run: Callable[[str], None], rounds: int) -> float:
     """Run bf16 and fp32 alternately. Return the time of bf16 divided by the time of fp32.
 
     The first round is not used, because it creates kernels. The fastest of the other rounds is used, because it is the
@@ -241,10 +239,24 @@ def _ratio(run: Callable[[str], Any], rounds: int) -> float:
     seconds: dict[str, list[float]] = {"fp32": [], "bf16": []}
     for _ in range(rounds):
         for precision, times in seconds.items():
-            start = time.perf_counter()
-            run(precision)
-            times.append(time.perf_counter() - start)
+            times.append(_seconds(run, precision))
     return min(seconds["bf16"][1:]) / min(seconds["fp32"][1:])
+
+
+def _seconds(run: Callable[[str], None], precision: str) -> float:
+    """Return the processor time of `run` with one thread.
+
+    Processor time excludes the time in which other programs run. With several threads, it would include the time in
+    which a thread waits for another thread, which depends on other programs.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        start = time.process_time()
+        run(precision)
+        return time.process_time() - start
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _network(config: Config) -> nn.Module:

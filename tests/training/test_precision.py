@@ -175,6 +175,18 @@ def test_a_damaged_time_is_measured_again(monkeypatch, value):
     assert json.loads(precision.cache_file().read_text()) == {key: 0.4}
 
 
+def test_the_comparison_of_times_excludes_waiting():
+    def run(name: str) -> None:
+        if name == "fp32":
+            sum(range(300_000))
+        else:
+            time.sleep(0.2)  # as if another program were running
+
+    threads = torch.get_num_threads()
+    assert precision._ratio(run, rounds=3) < 0.5
+    assert torch.get_num_threads() == threads
+
+
 def test_without_a_writable_cache_the_time_is_measured(monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
