@@ -119,6 +119,22 @@ def findings() -> str:
     return table(["finding", "test accuracy", "seeds", "confirmed?"], rows, left=4)
 
 
+def accuracies(name: str, *rows: str) -> str:
+    """Return the accuracy of each row and the number of seeds, for use in a sentence."""
+    of = [point(name, row) for row in rows]
+    numbers = [f"`{one['row']}` {one['accuracy']:.1f} %" for one in of]
+    seeds = [f"{one['seeds']} seeds" if one["seeds"] > 1 else "one seed" for one in of]
+    if len(set(seeds)) == 1:
+        return f"{', '.join(numbers)} ({seeds[0]})"
+    return ", ".join(f"{number} ({of_row})" for number, of_row in zip(numbers, seeds, strict=True))
+
+
+def accuracies_of_seed(name: str, seed: str, *rows: str) -> str:
+    """Return the accuracy of each row with the same seed, for use in a sentence."""
+    numbers = [f"`{row}` {_by_seed(name, row)[int(seed)]:.1f} %" for row in rows]
+    return f"{', '.join(numbers)} (seed {seed})"
+
+
 @block
 def compared(name: str, *rows: str) -> str:
     """Show the accuracy, the seeds and the relative costs of some rows of a study."""

@@ -27,10 +27,21 @@ def _rule(table: str, row: str, column: str = "memory", form: str = ".0f") -> st
     return format(number, form) if isinstance(number, float) else str(number)
 
 
-def _executed(table: str, row: str, column: str = "train_memory_mb") -> str:
+def _executed(table: str, row: str, column: str = "train_memory_mb") -> float:
     cells = records.load("costs")["cells"]
     (found,) = (c["executed"] for c in cells if (c["table"], c["row"], c["column"]) == (table, row, column))
-    return f"{found:.0f}"
+    return float(found)
+
+
+def _layer(shape: str, variant: str) -> str:
+    flops = records.load("layer")["shapes"][shape][variant]["backward_flops"]
+    return f"{flops / 1e6:.1f}"
+
+
+def _layer_faster(order: str) -> str:
+    shapes = [of for shape, of in records.load("layer")["shapes"].items() if not shape.endswith(" bf16")]
+    ratios = [of[f"order {order}"]["measured"]["backward"]["times_faster"]["median"] for of in shapes]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
 def _printed_loss(table: str, baseline: str, row: str) -> str:
@@ -50,6 +61,9 @@ def _default_job() -> str:
     return f"{statistics.mean(tested):.1f} % [{min(tested):.1f} … {max(tested):.1f}]"
 
 
+#: Dict from names of memory sizes to functions that return the size for FILE RECIPE.
+_BYTES = {"saved": records.saved, "peak": records.peak}
+
 #: Dict from names in markers to functions that return numbers as text. FILE is a short name in `records.FILES`, and
 #: RECIPE is a recipe of this file. Times are relative to the baseline of the file.
 VALUES: dict[str, Callable[..., str]] = {
@@ -58,11 +72,16 @@ VALUES: dict[str, Callable[..., str]] = {
     "extra": lambda file, recipe: f"{100 * (records.time(file, recipe) - 1):.0f} %",
     "faster": lambda file, recipe, part="step", digits="1": f"{records.faster(file, recipe, part):.{digits}f}",
     "duration": lambda file, recipe, part="step": duration(records.seconds(file, recipe, part)),
+    # one linear layer: ORDER; SHAPE VARIANT
+    "layer-faster": _layer_faster,
+    "layer-mflops": _layer,
     # bytes: FILE RECIPE
     "saved": lambda file, recipe, digits="1": f"{records.saved(file, recipe):.{digits}f}",
     "peak": lambda file, recipe: f"{records.peak(file, recipe):.0f}",
     "above-interpreter": lambda file, recipe: f"{records.above_interpreter(file, recipe):.0f}",
     "adapters-saved": lambda recipe, statistics="frozen": f"{records.adapters_saved(recipe, statistics):.0f}",
+    # times fewer bytes: FILE RECIPE BASELINE saved or peak
+    "fewer": lambda file, recipe, baseline, what: f"{_BYTES[what](file, baseline) / _BYTES[what](file, recipe):.1f}",
     # gradients
     "cosine": records.cosine,
     # the framework and the machine
@@ -72,9 +91,14 @@ VALUES: dict[str, Callable[..., str]] = {
     "rule": _rule,
     "rule-exact": lambda table, row, column="memory": _rule(table, row, column, ".2f"),
     "printed-loss": _printed_loss,
-    "executed": _executed,
+    "executed": lambda table, row, *column: f"{_executed(table, row, *column):.0f}",
+    "executed-ratio": lambda table, row, other, *column: (
+        f"{_executed(table, row, *column) / _executed(table, other, *column):.2f}"
+    ),
     # studies and runs
     "study-accuracy": lambda study, row: f"{studies.point(study, row)['accuracy']:.1f}",
+    "study-rows": studies.accuracies,
+    "study-seed": studies.accuracies_of_seed,
     "study-times": lambda study, row, cost: (
         f"{studies.point(study, 'full')[cost] / studies.point(study, row)[cost]:.1f}"
     ),
