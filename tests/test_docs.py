@@ -180,6 +180,25 @@ def test_the_rows_of_a_study_are_compared_with_its_rows_in_bf16(generator):
     assert f"| {means[1]:.1f} ± " in table
 
 
+def test_the_formula_of_lbp_wht_reproduces_the_example_of_the_paper(generator):
+    from docsgen import others
+
+    assert others.low_rank_flops(3072, 768, 49) == pytest.approx(462.4e6, rel=1e-3)
+    assert others.low_rank_flops(3072, 768, 49, 8) == pytest.approx(78.2e6, rel=1e-3)
+    assert len(others.last_stage()) == 10
+    assert sum(others.low_rank_flops(*layer, 49, 3) for layer in others.last_stage()) == pytest.approx(95.5e6, rel=1e-3)
+
+
+def test_published_numbers_of_others_are_divided_by_the_baseline_of_their_source(generator):
+    from docsgen import others
+
+    lines = others.others().splitlines()
+    assert len(lines) == 2 + len(others.OTHERS["compared"])
+    assert "| +6.7 points | +1.3 points |" in lines[2]
+    assert "| 0.65× | 0.74× |" in lines[3]
+    assert "| 0.21× to 0.57× | 0.27× |" in next(line for line in lines if "Adaptive" in line)
+
+
 def test_every_cpu_record_says_that_the_machine_was_busy(generator):
     from docsgen import records
 

@@ -10,11 +10,11 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from docsgen import ROOT, blocks, cards, claims, curves, figure, graph, memory, reference, studies, values
+from docsgen import ROOT, blocks, cards, claims, curves, figure, graph, memory, others, reference, studies, values
 from docsgen.markdown import BLOCKS
 
 #: Modules that register their blocks in BLOCKS when they are imported.
-_WITH_BLOCKS = (blocks, cards, claims, curves, graph, memory, reference, studies)
+_WITH_BLOCKS = (blocks, cards, claims, curves, graph, memory, others, reference, studies)
 
 #: Markers in backticks are not replaced.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)

@@ -10,14 +10,15 @@ from docsgen.markdown import duration, times
 from efficient_ft.papers.published import published_table
 
 
-def _signed(*numbers: float, form: str = ".1f") -> list[str]:
+def signed(*numbers: float, form: str = ".1f") -> list[str]:
+    """Format numbers with a real minus sign and without a negative zero."""
     digits = int(form.strip("+.f"))
     return [format(round(number, digits) + 0.0, form).replace("-", "−") for number in numbers]  # no −0.0
 
 
 def _overhead(job: str) -> str:
     added = records.load("loop")["jobs"][job]["overhead_percent"]
-    median, low, high = _signed(added["median"], added["q1"], added["q3"])
+    median, low, high = signed(added["median"], added["q1"], added["q3"])
     return f"{median} % [{low} to {high}]"
 
 
@@ -47,7 +48,7 @@ def _layer_faster(order: str) -> str:
 def _printed_loss(table: str, baseline: str, row: str) -> str:
     rows = {one.name: one.cells for one in published_table(table).rows}
     lost = sorted(float(rows[baseline][name].printed) - float(rows[row][name].printed) for name in rows[baseline])
-    return " to ".join(_signed(lost[0], lost[-1]))
+    return " to ".join(signed(lost[0], lost[-1]))
 
 
 def _curve(network: str, recipe: str, other: str) -> tuple[float, float]:
@@ -78,6 +79,9 @@ VALUES: dict[str, Callable[..., str]] = {
     # bytes: FILE RECIPE
     "saved": lambda file, recipe, digits="1": f"{records.saved(file, recipe):.{digits}f}",
     "peak": lambda file, recipe: f"{records.peak(file, recipe):.0f}",
+    "peak-ratio": lambda file, recipe, baseline="full": times(
+        records.peak(file, recipe) / records.peak(file, baseline)
+    ),
     "above-interpreter": lambda file, recipe: f"{records.above_interpreter(file, recipe):.0f}",
     "adapters-saved": lambda recipe, statistics="frozen": f"{records.adapters_saved(recipe, statistics):.0f}",
     # times fewer bytes: FILE RECIPE BASELINE saved or peak
@@ -99,11 +103,14 @@ VALUES: dict[str, Callable[..., str]] = {
     "study-accuracy": lambda study, row: f"{studies.point(study, row)['accuracy']:.1f}",
     "study-rows": studies.accuracies,
     "study-seed": studies.accuracies_of_seed,
+    "study-difference": lambda study, row: signed(
+        studies.point(study, row)["accuracy"] - studies.point(study, "full")["accuracy"], form="+.1f"
+    )[0],
     "study-times": lambda study, row, cost: (
         f"{studies.point(study, 'full')[cost] / studies.point(study, row)[cost]:.1f}"
     ),
     "curve-faster": lambda *recipes: f"{_curve(*recipes)[0]:.1f}",
-    "curve-points": lambda *recipes: _signed(_curve(*recipes)[1], form="+.1f")[0],
+    "curve-points": lambda *recipes: signed(_curve(*recipes)[1], form="+.1f")[0],
     "default-job": _default_job,
     # accuracy in bf16 minus accuracy in fp32: STUDY [ROW...], without these rows
     "precision-difference": lambda *of: studies.mean_and_error(studies.precision_differences(*of)),
