@@ -55,6 +55,21 @@ def test_a_changed_count_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert line.startswith(f"published_rule.json: bsr/3 {record['tables'][0]['rows'][0]['row']}: recorded ")
 
 
+@pytest.mark.slow
+def test_new_counts_replace_old_counts_and_leave_the_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recount = load("recount", monkeypatch)
+    register()
+    record = json.loads((REPOSITORY / "benchmarks" / "compiled_deit_small_cpu.json").read_text(encoding="utf-8"))
+    record["recipes"] = {"full": record["recipes"]["full"]}
+    file = tmp_path / "step.json"
+    of = record["recipes"]["full"]
+    changed = {**of, "peak_bytes": 1, "executed": {**of["executed"], "peak_bytes": 1}}
+    file.write_text(json.dumps({**record, "recipes": {"full": changed}}), encoding="utf-8")
+    (line,) = recount["changed"](file, None, random.Random(), write=True)
+    assert line.endswith(f"recorded {{'peak_bytes': 1}}, counted {{'peak_bytes': {of['executed']['peak_bytes']}}}")
+    assert json.loads(file.read_text(encoding="utf-8"))["recipes"] == record["recipes"]
+
+
 def test_time_to_accuracy_summarizes_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     record = json.loads((REPOSITORY / "benchmarks" / "time_to_accuracy_cpu.json").read_text(encoding="utf-8"))
     recipes = record["networks"]["deit_tiny"]["recipes"]
