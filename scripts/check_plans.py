@@ -92,7 +92,11 @@ def main() -> None:
             cases.append(case)
         else:
             cases[number] = {**case, "first": first}
-        report = {"environment": environment("cpu", packages=("torch", "timm")), "cases": cases}
+        command = f"python scripts/check_plans.py --count {options.count} --seed {options.seed}"
+        command += f" --precision {options.precision}{' --no-times' * options.no_times}"
+        command += f" --json benchmarks/{options.json.name}"
+        here = environment("cpu", packages=("torch", "timm"))
+        report = {"command": command, "environment": here, "cases": cases}
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         print(number, cases[number], flush=True)
     print(summary(cases))

@@ -32,7 +32,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    report: dict[str, Any] = {"kind": "default_job", "runs": []}
+    command = f"python scripts/default_job.py --json benchmarks/{options.json.name}"
+    report: dict[str, Any] = {"command": command, "kind": "default_job", "runs": []}
     if options.json.is_file():
         report = json.loads(options.json.read_text(encoding="utf-8"))
     device = environment("cpu", packages=())["device"]

@@ -80,7 +80,9 @@ def main() -> None:
     parser.add_argument("--only", action="append", metavar="RECIPE", help="may be repeated (default: all)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
     options = parser.parse_args()
-    report: dict[str, Any] = {"kind": "time_to_accuracy", "share": SHARE, "networks": {}}
+    command = "python scripts/time_to_accuracy.py --network NETWORK --weights FILE --images DIR"
+    command += f" --precision {options.precision} --json benchmarks/{options.json.name}"
+    report: dict[str, Any] = {"command": command, "kind": "time_to_accuracy", "share": SHARE, "networks": {}}
     if options.json.is_file():
         report = json.loads(options.json.read_text(encoding="utf-8"))
     recipes = RECIPES[options.network]
