@@ -34,16 +34,15 @@ def paired_difference(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[
         runs, base: records of `record.study.Records` with the entry ``correct``.
 
     Returns:
-        The difference in percentage points, or None if no seed has two records of the same images.
+        The difference in percentage points, or None if both rows have no common seed, or if the records of a common
+        seed do not contain the correct samples of the same images. The difference would otherwise be that of fewer
+        seeds than the difference of the mean accuracies.
     """
-    of_seed = {one["seed"]: are_correct(one["correct"]) for one in base if "correct" in one}
-    pairs = [
-        (are_correct(one["correct"]), of_seed[one["seed"]])
-        for one in runs
-        if "correct" in one and len(of_seed.get(one["seed"], ())) == one["correct"]["samples"]
-    ]
-    if not pairs:
+    of_seed = {one["seed"]: one.get("correct", {"samples": 0}) for one in base}
+    both = [(one.get("correct", {"samples": 0}), of_seed[one["seed"]]) for one in runs if one["seed"] in of_seed]
+    if not both or any(ours["samples"] != theirs["samples"] or not ours["samples"] for ours, theirs in both):
         return None
+    pairs = [(are_correct(ours), are_correct(theirs)) for ours, theirs in both]
     # S seeds, N images, R bootstrap samples
     ours, theirs = (np.array(side, dtype=float) for side in zip(*pairs, strict=True))
     difference_SN = 100 * (ours - theirs)

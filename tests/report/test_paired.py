@@ -56,3 +56,11 @@ def test_only_common_seeds_and_images_are_compared() -> None:
     assert paired_difference(runs([1, 0, 0, 0], seeds=(7,)), base) is None
     assert paired_difference(runs([1, 0, 0], seeds=(2,)), base) is None
     assert paired_difference([{"seed": 1}], base) is None
+
+
+def test_rows_are_not_compared_over_fewer_seeds_than_their_means() -> None:
+    base = runs([1, 1, 0, 0], [1, 1, 1, 1])
+    ours = runs([1, 0, 0, 0], [1, 1, 1, 0])
+    del ours[0]["correct"]
+    assert paired_difference(ours, base) is None
+    assert paired_difference(ours[1:], base) is not None
