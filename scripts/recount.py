@@ -33,7 +33,7 @@ from efficient_ft.record.files import json_text
 
 ROOT = Path(__file__).resolve().parents[1]
 BENCHMARKS = ROOT / "benchmarks"
-#: Number of classes of the data sets of studies. The last word of a folder name that is a key names the data set.
+#: Number of classes of the data sets of studies. One word of the name of a study's folder names the data set.
 CLASSES = {"caltech101": 101, "camvid": 11, "cars49": 49, "cifar10": 10, "digits": 10, "flowers102": 102}
 
 
@@ -95,9 +95,9 @@ def study_entries(folder: Path) -> list[Entry]:
     from efficient_ft.record.study import Records
 
     of = Records(folder)
-    (classes,) = [CLASSES[word] for word in folder.name.split("_") if word in CLASSES] or [None]
-    if classes is None:  # The configuration of the text model is in the folder of its weights.
+    if of.study.sample == "text":  # The configuration of the text model is in the folder of its weights.
         return []
+    (classes,) = (CLASSES[word] for word in folder.name.split("_") if word in CLASSES)
     entries = []
     for row in of.study.rows:
         for run in of.finished(row)[:1]:

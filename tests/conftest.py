@@ -39,7 +39,7 @@ def without_measurements_of_the_processor(tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("cache")
     (folder / "efficient_ft").mkdir()
     (folder / "efficient_ft" / "precision.json").write_text(
-        json.dumps({f"{cpu_name()}, torch {torch.__version__}": 0.5})
+        json.dumps({f"{cpu_name()}, torch {torch.__version__}, 1 thread": 0.5})
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))

@@ -35,8 +35,8 @@ def paired_difference(runs: Sequence[Mapping[str, Any]], base: Sequence[Mapping[
 
     Returns:
         The difference in percentage points, or None if both rows have no common seed, or if the records of a common
-        seed do not contain the correct samples of the same images. The difference would otherwise be that of fewer
-        seeds than the difference of the mean accuracies.
+        seed do not contain the correct samples of the same images. A difference over fewer seeds would not agree with
+        the mean accuracies of the rows.
     """
     of_seed = {one["seed"]: one.get("correct", {"samples": 0}) for one in base}
     both = [(one.get("correct", {"samples": 0}), of_seed[one["seed"]]) for one in runs if one["seed"] in of_seed]

@@ -154,13 +154,13 @@ def _relative_time(config: Config, is_timed: bool) -> _Slower:
 
     If `is_timed` is True, steps of the network are timed, and otherwise only products of a fixed size.
     """
-    here = f"{device_name('cpu')}, torch {torch.__version__}"
+    here = f"{device_name('cpu')}, torch {torch.__version__}, 1 thread"
     products = _Slower(_cached(here, products_time), "in matrix products and convolutions")
     if products.ratio > _SLOWER or not is_timed:
         return products
     settings = config.model_dump_json(include={"model", "method"}).encode()
     digest = hashlib.blake2b(settings, digest_size=4).hexdigest()
-    key = f"{here}, 1 thread, {config.model.name}, {'+'.join(config.method)}, {digest}"
+    key = f"{here}, {config.model.name}, {'+'.join(config.method)}, {digest}"
     return _Slower(_cached(key, lambda: network_time(config)), "in a step of this network")
 
 

@@ -169,7 +169,7 @@ def test_a_damaged_time_is_measured_again(monkeypatch, value):
     has_units(monkeypatch, 0.4)
     choose_precision(auto(), CPU)
     (key,) = json.loads(precision.cache_file().read_text())
-    assert key == f"{cpu_name()}, torch {torch.__version__}", "tests/conftest.py writes the same key"
+    assert key == f"{cpu_name()}, torch {torch.__version__}, 1 thread", "tests/conftest.py writes the same key"
     precision.cache_file().write_text(json.dumps({key: value}))
     choose_precision(auto(), CPU)
     assert json.loads(precision.cache_file().read_text()) == {key: 0.4}
