@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -229,6 +230,30 @@ def test_finished_means_the_same_settings(tmp_path: Path) -> None:
     for cut_short in ("", "{", "[]", "{}", json.dumps({**some_results(), "config": {"optim": 3}})):
         (tmp_path / "results.json").write_text(cut_short)
         assert jobs.finished(tmp_path, config) is None
+
+
+def test_lines_of_parallel_jobs_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.StringIO):
+        """Stream that lets another thread write after each write."""
+
+        def write(self, text: str) -> int:
+            count = super().write(text)
+            time.sleep(0.002)
+            return count
+
+    [config] = composed("cost_only=true")
+    monkeypatch.setattr(processes, "run", lambda *_: processes.Ended({"executed": {}}, None, "printed"))
+    monkeypatch.setattr(jobs, "summary", lambda _: "table")
+    written = Slow()
+    monkeypatch.setattr(sys, "stdout", written)
+    several = [jobs.Job((), f"job {number}", tmp_path, config) for number in range(8)]
+    jobs.run_jobs(several, lambda job: [], parallel=4)
+    expected = ["printed", "", "table"]
+    for number in range(8):
+        expected += [f"[{number + 1}/8] job {number}: {what}" for what in ("started", "finished")]
+    lines = written.getvalue().splitlines()
+    assert set(lines) == set(expected)
+    assert len(lines) == len(expected) + 7
 
 
 @pytest.mark.slow

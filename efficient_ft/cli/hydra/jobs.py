@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -143,14 +144,17 @@ def _run_in_parallel(
     ended: Callable[[Job], None],
 ) -> None:
     slots = processes.Slots(parallel)
+    printing = threading.Lock()  # A printed line and its line break are two writes, which other threads could separate.
 
     def start(title: str, job: Job) -> processes.Ended:
         with slots.taken() as environment:
             output = job.folder.with_name(f"{job.folder.name}.log") if job.trains else None
-            show(f"{title}: started" + (f"; the output is in {shown_path(output)}" if output else ""))
+            with printing:
+                show(f"{title}: started" + (f"; the output is in {shown_path(output)}" if output else ""))
             process = processes.run(command(job), environment, output, _timeout(job))
             if output is None:
-                print(process.printed, flush=True)
+                with printing:
+                    print(process.printed, flush=True)
             return process
 
     with ThreadPoolExecutor(parallel) as pool:
@@ -158,10 +162,11 @@ def _run_in_parallel(
         try:
             for done in as_completed(waiting):
                 title, job = waiting[done]
-                _fill_in(title, job, done.result())
-                ended(job)
-                if job.failure is None:
-                    show(f"{title}: finished" + (f", in {shown_path(job.folder)}" if job.trains else ""))
+                with printing:
+                    _fill_in(title, job, done.result())
+                    ended(job)
+                    if job.failure is None:
+                        show(f"{title}: finished" + (f", in {shown_path(job.folder)}" if job.trains else ""))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             slots.stop(end=not isinstance(error, KeyboardInterrupt))
