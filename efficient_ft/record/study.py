@@ -56,6 +56,7 @@ from efficient_ft.record.results import (
     final_accuracy,
     images_digest,
 )
+from efficient_ft.record.rows import MetricsFile
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
@@ -96,6 +97,13 @@ class _Diverged(_Run):
     diverged: str
 
 
+class EpochPoint(TypedDict):
+    """Mean training loss of an epoch, and the accuracy after the epoch on the split that selects the best epoch."""
+
+    loss: float
+    accuracy: float
+
+
 class _Accuracy(TypedDict):
     best: float
     test: NotRequired[float | None]
@@ -109,6 +117,7 @@ class _Finished(_Run):
     totals: RunTotals
     growth_bytes: NotRequired[int]
     correct: NotRequired[CorrectSamples]
+    curve: NotRequired[list[EpochPoint]]
 
 
 #: Schema of the runs in records.json: settings, and either results or the reason why a run diverged.
@@ -273,12 +282,12 @@ class Records:
         assert isinstance(runs, list)
         return runs
 
-    def add(self, run: StudyRun, results: Results) -> None:
-        """Add the record of a finished run, and write the file.
+    def add(self, run: StudyRun, results: Results, curve: Sequence[EpochPoint] = ()) -> None:
+        """Add the record of a finished run and the `curve` of its epochs, and write the file.
 
         Raise a `UserError` if the run used different images.
         """
-        self._add(run, record_of(run, results))
+        self._add(run, {**record_of(run, results), **({"curve": list(curve)} if curve else {})})
 
     def refuse_unwritable(self) -> None:
         """Raise a `UserError` if the folder is not writable. Call this method before training."""
@@ -437,6 +446,20 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
         "images": images_digest(results["data"]),
         "environment": {key: environment.get(key) for key in _ENVIRONMENT},
     }
+
+
+def curve_of(folder: Path, accuracy: Mapping[str, Any]) -> list[EpochPoint]:
+    """Return one point for each finished epoch of the run in `folder`, or [] if the run has no file of metrics.
+
+    `accuracy` contains the names of the split and of the metric, as in ``results.json``.
+    """
+    name = f"{accuracy['split']}_{accuracy.get('metric', 'accuracy')}"
+    epochs = [row for row in MetricsFile(folder).read() if "train_loss_epoch" in row]
+    return [
+        EpochPoint(loss=round(row["train_loss_epoch"], 5), accuracy=round(row[name], 5))
+        for row in epochs
+        if name in row
+    ]
 
 
 def test_accuracy(record: Mapping[str, Any]) -> float:

@@ -19,6 +19,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record import study
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.results import are_correct, correct_samples
+from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.study import Records, chosen_rows, read_study
 from efficient_ft.report.studies import notes
 from tests.cli.program import REPOSITORY
@@ -63,6 +64,24 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     assert [(run.row, run.value, run.seed) for run in runs] == [
         ("full", 1e-2, 0), ("head", 1e-3, 0), ("full", 1e-2, 1), ("head", 1e-3, 1)]  # fmt: skip
     assert len(records.finished("full")) == 1
+
+
+def test_a_record_contains_the_curve_of_its_run(folder: Path) -> None:
+    metrics = MetricsFile(folder)
+    for epoch in (1, 2):
+        metrics.append({"step": 3 * epoch - 1, "epoch": epoch, "train_loss": 1.0})
+        metrics.append(
+            {"step": 3 * epoch, "epoch": epoch, "train_loss_epoch": 1 / epoch, "val_accuracy": epoch / 3, "val_loss": 1}
+        )
+    curve = study.curve_of(folder, {"split": "val"})
+    assert curve == [{"loss": 1.0, "accuracy": 0.33333}, {"loss": 0.5, "accuracy": 0.66667}]
+    records = Records(folder)
+    run = records.tuning_runs(["full"])[0]
+    records.add(run, results(0.5), curve)
+    found = Records(folder).find(run)
+    assert found is not None
+    assert found["curve"] == curve
+    assert study.curve_of(folder / "missing", {"split": "val"}) == []
 
 
 @pytest.mark.parametrize(

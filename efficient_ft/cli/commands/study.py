@@ -17,7 +17,7 @@ from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.format import format_bytes, format_number, format_seconds
 from efficient_ft.core.sheet import Column, render
 from efficient_ft.core.text import paragraph, plain_line
-from efficient_ft.record.study import Records, StudyRun, chosen_rows, shown
+from efficient_ft.record.study import Records, StudyRun, chosen_rows, curve_of, shown
 
 DESCRIPTION = """\
 Run a study. FOLDER/study.yaml defines the rows (methods), the setting that is tuned for each row, and the seeds.
@@ -101,7 +101,8 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
 
     def record(job: Job) -> None:
         if job.results is not None:
-            records.add(run_of[id(job)], job.results)  # type: ignore[arg-type]
+            curve = curve_of(job.folder, job.results["accuracy"])
+            records.add(run_of[id(job)], job.results, curve)  # type: ignore[arg-type]
         elif job.diverged and job.failure is not None:
             records.add_diverged(run_of[id(job)], job.failure)
 
