@@ -103,7 +103,8 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
             4; BSR). Gradients flow through both aᵢ and xᵢ.
 
     Returns:
-        Tokens (B, P + K (+ 1), C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1.
+        Tokens (B, P + K (+ 1), C), and the indices (B, K (+ 1)) of these patch tokens, from 0 to L − 1. The index of
+        the fused token is the index of the dropped token with the highest score.
     """
     patches_BLC = x_BNC[:, prefix:]
     order_BL = largest_first(scores_BL)
@@ -113,6 +114,7 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
         rest = order_BL[:, kept:]
         weights = scores_BL.gather(1, rest).to(x_BNC.dtype)
         parts.append(weights.unsqueeze(1) @ take(patches_BLC, rest))
+        index_BK = order_BL[:, : kept + 1]
     return torch.cat(parts, 1), index_BK
 
 
@@ -204,6 +206,26 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
     return _Merge.apply(x_BNC, size_BN / sizes.gather(1, index_BN), index_BN, left), sizes
 
 
+@torch.no_grad()
+def representatives(value_BL: Tensor, size_BN: Tensor, index_BN: Tensor, left: int, prefix: int) -> Tensor:
+    """Return for each patch token after `merge` the value of the largest token that was merged into it.
+
+    Args:
+        value_BL: Integer value of each of the L = N − P patch tokens.
+        size_BN: Number of patches that each token represents.
+        index_BN: New index of each token, from `match`.
+        left: Number of remaining tokens, N − r.
+        prefix: Number of prefix tokens, P, which are not merged.
+
+    Returns:
+        Values (B, L − r). If two sizes are equal, the value of the later token is used.
+    """
+    count = index_BN.shape[1]
+    key_BN = size_BN.long() * count + torch.arange(count, device=index_BN.device)
+    largest_BU = key_BN.new_zeros(len(key_BN), left).scatter_reduce_(1, index_BN, key_BN, "amax") % count
+    return value_BL.gather(1, largest_BU[:, prefix:] - prefix)
+
+
 def unmerge(x_BUC: Tensor, index_BN: Tensor) -> Tensor:
     """Repeat each merged token once for each of its original tokens. The result has the shape before `merge`.
 
@@ -269,6 +291,8 @@ class Tokens:
         grid_index_BL: Grid index (row by row) of each token except prefix tokens. The j-th fused token of a forward
             pass has the index H·W + j. The attribute is None if the indices are unknown (merged tokens, or a different
             image size).
+        rotary_index_BL: Index of the rotary embedding of each token except prefix tokens, or None if the blocks have no
+            rotary embeddings. A fused or merged token has the embedding of one of the tokens that it represents.
         fused: Number of fused tokens so far.
         sizes_BN: Number of patches that each token represents, including prefix tokens, or None if each token
             represents one patch.
@@ -277,22 +301,25 @@ class Tokens:
     """
 
     grid_index_BL: Tensor | None = None
+    rotary_index_BL: Tensor | None = None
     fused: int = 0
     sizes_BN: Tensor | None = None
     merged_into_BN: Tensor | None = None
     cache: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def full(cls, x_BNC: Tensor, prefix: int, positions: int) -> Tokens:
+    def full(cls, x_BNC: Tensor, prefix: int, positions: int, rotary: int | None = None) -> Tokens:
         """Create the record of all tokens before any token is dropped.
 
-        `prefix` is the number of prefix tokens, and `positions` is the number of grid positions. Indices are set only
-        if the number of patch tokens equals the number of grid positions.
+        `prefix` is the number of prefix tokens, and `positions` is the number of grid positions. Indices in the grid
+        are set only if the number of patch tokens equals the number of grid positions. `rotary` is the number of rotary
+        embeddings, or None if the blocks have no rotary embeddings.
         """
-        if x_BNC.shape[1] - prefix != positions:  # the image size differs, or patches were dropped randomly
-            return cls()
-        index = torch.arange(x_BNC.shape[1] - prefix, device=x_BNC.device)
-        return cls(index.expand(len(x_BNC), -1))
+        patches = x_BNC.shape[1] - prefix
+        assert rotary in (None, patches), f"{patches} patch tokens have {rotary} rotary embeddings"
+        index = torch.arange(patches, device=x_BNC.device).expand(len(x_BNC), -1)
+        # The numbers differ if the image size differs, or if patches were dropped randomly.
+        return cls(index if patches == positions else None, None if rotary is None else index)
 
     def columns_BN(self, prefix: int) -> Tensor:
         """Return the column of each token in a matrix over prefix tokens, then grid positions, then fused tokens."""
@@ -308,23 +335,31 @@ class Tokens:
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
-        """Return the record of the tokens at `index_BK` and, if `fuse` is True, of the token that `drop` appended."""
-        if self.grid_index_BL is None:
-            return replace(self, cache={})
-        index = self.grid_index_BL.gather(1, index_BK)
+        """Return the record of the tokens at `index_BK`.
+
+        If `fuse` is True, the last index refers to the token that `drop` appended.
+        """
+        grid, rotary = self.grid_index_BL, self.rotary_index_BL
+        if rotary is not None:
+            rotary = rotary.gather(1, index_BK)
+        if grid is None:
+            return replace(self, rotary_index_BL=rotary, cache={})
         if not fuse:
-            return replace(self, grid_index_BL=index, cache={})
-        new = index.new_full((len(index), 1), positions + self.fused)
-        return replace(self, grid_index_BL=torch.cat([index, new], 1), fused=self.fused + 1, cache={})
+            return replace(self, grid_index_BL=grid.gather(1, index_BK), rotary_index_BL=rotary, cache={})
+        kept = grid.gather(1, index_BK[:, :-1])
+        grid = torch.cat([kept, kept.new_full((len(kept), 1), positions + self.fused)], 1)
+        return replace(self, grid_index_BL=grid, rotary_index_BL=rotary, fused=self.fused + 1, cache={})
 
 
 def _rebuild(leaves: Iterable[Any], fused: Any) -> Tokens:
-    grid_index_BL, sizes_BN, merged_into_BN = leaves
-    return Tokens(grid_index_BL, fused, sizes_BN, merged_into_BN)
+    grid_index_BL, rotary_index_BL, sizes_BN, merged_into_BN = leaves
+    return Tokens(grid_index_BL, rotary_index_BL, fused, sizes_BN, merged_into_BN)
 
 
 # The record is registered as a pytree, so that recomputation saves its tensors.
-register_pytree_node(Tokens, lambda t: ([t.grid_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild)
+register_pytree_node(
+    Tokens, lambda t: ([t.grid_index_BL, t.rotary_index_BL, t.sizes_BN, t.merged_into_BN], t.fused), _rebuild
+)
 
 #: Name of the attribute of a token tensor that stores the record.
 _ATTRIBUTE = "efficient_ft_tokens"

@@ -40,6 +40,12 @@ MODELS = {
     "vit": SmallModel(
         "vit_tiny_patch16_224", 32, {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
     ),
+    # A transformer with rotary embeddings, a class token, four registers and LayerScale, and an 8×8 token grid.
+    "rotary": SmallModel(
+        "vit_small_patch16_dinov3",
+        32,
+        {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3, "mlp_ratio": 4.0},
+    ),
     # Convolutions, followed by attention with two heads. The attention biases require a fixed image size.
     "efficientformer": SmallModel(
         "efficientformer_l1", 224, {"depths": (1, 1, 1, 2), "embed_dims": (16, 16, 32, 64), "num_vit": 1}

@@ -146,6 +146,31 @@ def _side_branches(block: Any, values: Callable[[str], Tensor], x: Tensor, y: Te
 
 
 # ------------------------------------------------------------------------------------------------ tokens
+class Embeddings:
+    """Rotary embeddings of the patch tokens of each image: sine and cosine of each angle, (B, L, D / 2) each."""
+
+    def __init__(self, rope: Tensor | None, batch: int) -> None:
+        self.of_BLE = None if rope is None else rope.expand(batch, -1, -1)
+
+    def keep(self, index_BK: Tensor) -> None:
+        """Keep the embeddings of the tokens at these indices."""
+        if self.of_BLE is not None:
+            self.of_BLE = _picked(self.of_BLE, index_BK)
+
+    def rotated(self, x_BHND: Tensor, half: bool) -> Tensor:
+        """Rotate each pair of channels of the patch tokens by its angle."""
+        if self.of_BLE is None:
+            return x_BHND
+        count = self.of_BLE.shape[1]
+        sine, cosine = self.of_BLE.unsqueeze(1).chunk(2, -1)
+        pairs = (2, -1) if half else (-1, 2)
+        dim = -2 if half else -1
+        c, s = (part.unflatten(-1, pairs).select(dim, 0) for part in (cosine, sine))
+        first, second = x_BHND[:, :, -count:].unflatten(-1, pairs).unbind(dim)
+        result = torch.stack([c * first - s * second, s * first + c * second], dim).flatten(-2)
+        return torch.cat([x_BHND[:, :, :-count], result.to(x_BHND.dtype)], 2)
+
+
 def blocks_of_vit(
     model: Any,
     x: Tensor,
@@ -153,6 +178,7 @@ def blocks_of_vit(
     after_block: Callable[[int, Tensor, Tensor], Tensor] | None = None,
     mlp: Callable[[int, Tensor], Tensor] | None = None,
     weights: Callable[[Tensor], Tensor] | None = None,
+    embeddings: Embeddings | None = None,
 ) -> Tensor:
     """Run a vision transformer's blocks, final norm and head, with attention computed in separate operations.
 
@@ -165,27 +191,34 @@ def blocks_of_vit(
             pass on.
         mlp: A function of the block index and the normalized tokens that replaces the feed-forward network.
         weights: A function that computes the attention map from the scores. The default is softmax.
+        embeddings: Rotary embeddings of the tokens. The other functions change them.
     """
     for number, block in enumerate(model.blocks):
         attn = block.attn
         q, k, v = attn.qkv(block.norm1(x)).unflatten(-1, (3, attn.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        if embeddings is not None:
+            q, k = (embeddings.rotated(one, getattr(attn, "rotate_half", False)) for one in (q, k))
         scores = q @ k.mT * attn.scale
         p = scores.softmax(-1) if weights is None else weights(scores)
-        x = x + attn.proj((p @ v).transpose(1, 2).flatten(2))
+        x = x + getattr(block, "gamma_1", 1) * attn.proj((p @ v).transpose(1, 2).flatten(2))
         x = x if after_attention is None else after_attention(number, x, p, k)
-        x = x + (block.mlp(block.norm2(x)) if mlp is None else mlp(number, block.norm2(x)))
+        x = x + getattr(block, "gamma_2", 1) * (
+            block.mlp(block.norm2(x)) if mlp is None else mlp(number, block.norm2(x))
+        )
         x = x if after_block is None else after_block(number, x, p)
     return model.forward_head(model.norm(x))
 
 
-def embedded(model: Any, images: Tensor) -> Tensor:
-    """Return the input tokens of the blocks."""
-    return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+def embedded(model: Any, images: Tensor) -> tuple[Tensor, Embeddings]:
+    """Return the input tokens of the blocks and their rotary embeddings."""
+    x = model._pos_embed(model.patch_embed(images))
+    x, rope = x if isinstance(x, tuple) else (x, None)
+    return model.norm_pre(x), Embeddings(rope, len(x))
 
 
-def _ranked(p: Tensor) -> tuple[Tensor, Tensor]:
+def _ranked(p: Tensor, prefix: int) -> tuple[Tensor, Tensor]:
     """Return the class token's attention to the patch tokens, (B, L), and the descending order of the patch tokens."""
-    scores = p.mean(1)[:, 0, 1:]
+    scores = p.mean(1)[:, 0, prefix:]
     return scores, scores.argsort(dim=1, descending=True, stable=True)
 
 
@@ -194,21 +227,33 @@ def _picked(x: Tensor, index: Tensor) -> Tensor:
 
 
 def evit(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
-    """Keep the ⌈rate · L⌉ most attended patch tokens in each block of `drop_at`, and fuse the others into one token."""
+    """Keep the ⌈rate · L⌉ most attended patch tokens in each block of `drop_at`, and fuse the others into one token.
+
+    The fused token has the rotary embedding of the most attended of these others.
+    """
     settings = method.settings()
 
-    def dropped(number: int, x: Tensor, p: Tensor, _: Tensor) -> Tensor:
-        if number not in settings["drop_at"]:
-            return x
-        scores, order = _ranked(p)
-        kept = math.ceil(settings["keep_rate"] * scores.shape[1])
-        parts = [x[:, :1], _picked(x[:, 1:], order[:, :kept])]
-        if settings["fuse"] and kept < scores.shape[1]:
-            others = order[:, kept:]
-            parts.append((_picked(x[:, 1:], others) * scores.gather(1, others).unsqueeze(-1)).sum(1, keepdim=True))
-        return torch.cat(parts, 1)
+    def forward(model: Any, images: Tensor) -> Tensor:
+        x, embeddings = embedded(model, images)
+        prefix = model.num_prefix_tokens
 
-    return called(model, parameters, images, lambda m, x: blocks_of_vit(m, embedded(m, x), dropped))
+        def dropped(number: int, x: Tensor, p: Tensor, _: Tensor) -> Tensor:
+            if number not in settings["drop_at"]:
+                return x
+            scores, order = _ranked(p, prefix)
+            kept = math.ceil(settings["keep_rate"] * scores.shape[1])
+            parts = [x[:, :prefix], _picked(x[:, prefix:], order[:, :kept])]
+            fuses = settings["fuse"] and kept < scores.shape[1]
+            if fuses:
+                others = order[:, kept:]
+                shares = scores.gather(1, others).unsqueeze(-1)
+                parts.append((_picked(x[:, prefix:], others) * shares).sum(1, keepdim=True))
+            embeddings.keep(order[:, : kept + fuses])
+            return torch.cat(parts, 1)
+
+        return blocks_of_vit(model, x, dropped, embeddings=embeddings)
+
+    return called(model, parameters, images, forward)
 
 
 def alast(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
@@ -217,12 +262,19 @@ def alast(method: Method, model: nn.Module, parameters: Parameters, images: Tens
         return functional_call(model, parameters, (images,))
     budgets = method.step_stats()["budgets"]
 
-    def passed_on(number: int, x: Tensor, p: Tensor) -> Tensor:
-        _, order = _ranked(p)
-        kept = math.floor(budgets[number] * order.shape[1] + 1e-9)
-        return torch.cat([x[:, :1], _picked(x[:, 1:], order[:, :kept].sort(1).values)], 1)
+    def forward(model: Any, images: Tensor) -> Tensor:
+        x, embeddings = embedded(model, images)
+        prefix = model.num_prefix_tokens
 
-    return called(model, parameters, images, lambda m, x: blocks_of_vit(m, embedded(m, x), after_block=passed_on))
+        def passed_on(number: int, x: Tensor, p: Tensor) -> Tensor:
+            _, order = _ranked(p, prefix)
+            index = order[:, : math.floor(budgets[number] * order.shape[1] + 1e-9)].sort(1).values
+            embeddings.keep(index)
+            return torch.cat([x[:, :prefix], _picked(x[:, prefix:], index)], 1)
+
+        return blocks_of_vit(model, x, after_block=passed_on, embeddings=embeddings)
+
+    return called(model, parameters, images, forward)
 
 
 def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
@@ -231,10 +283,13 @@ def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, imag
         return functional_call(model, parameters, (images,))
 
     def forward(model: Any, images: Tensor) -> Tensor:
-        x = embedded(model, images)
-        order = torch.rand(len(x), x.shape[1] - 1).argsort(1)
-        kept = math.ceil(method.settings()["keep_rate"] * order.shape[1])
-        return blocks_of_vit(model, torch.cat([x[:, :1], _picked(x[:, 1:], order[:, :kept].sort(1).values)], 1))
+        x, embeddings = embedded(model, images)
+        prefix = model.num_prefix_tokens
+        order = torch.rand(len(x), x.shape[1] - prefix).argsort(1)
+        index = order[:, : math.ceil(method.settings()["keep_rate"] * order.shape[1])].sort(1).values
+        embeddings.keep(index)
+        kept = torch.cat([x[:, :prefix], _picked(x[:, prefix:], index)], 1)
+        return blocks_of_vit(model, kept, embeddings=embeddings)
 
     return called(model, parameters, images, forward)
 
@@ -242,14 +297,16 @@ def patch_dropout(method: Method, model: nn.Module, parameters: Parameters, imag
 def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tensor) -> Tensor:
     """Merge the r most similar token pairs in each block by a matrix product.
 
-    A merged token is the mean of the tokens, weighted by their sizes.
+    A merged token is the mean of the tokens, weighted by their sizes. It has the rotary embedding of the largest token.
+    If the final pooling uses the patch tokens, each patch counts once.
     """
     settings = method.settings()
     last = len(model.blocks) - 1  # type: ignore[arg-type]
 
     def forward(model: Any, images: Tensor) -> Tensor:
-        x = embedded(model, images)
-        state = {"sizes": x.new_ones(x.shape[:2]).detach()}
+        x, embeddings = embedded(model, images)
+        prefix = model.num_prefix_tokens
+        state = {"sizes": x.new_ones(x.shape[:2]).detach(), "whole": torch.eye(x.shape[1], dtype=x.dtype)}
 
         def weights(scores: Tensor) -> Tensor:
             return (
@@ -258,26 +315,32 @@ def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tenso
 
         def merged(number: int, x: Tensor, p: Tensor, k: Tensor) -> Tensor:
             r = round(settings["r"] * (1 + settings["inflect"] * (2 * number / last - 1)))
-            matrices = torch.stack([_merging(keys.double(), r).to(x.dtype) for keys in k.detach().mean(1)])
+            matrices = torch.stack([_merging(keys.double(), r, prefix).to(x.dtype) for keys in k.detach().mean(1)])
             sized = matrices * state["sizes"][:, None]
-            state["sizes"] = sized.sum(-1)
+            # Of two tokens of equal size, the later one is the largest.
+            largest = (sized * (1 + 1e-9 * torch.arange(sized.shape[-1], dtype=torch.float64))).argmax(-1)
+            embeddings.keep(largest[:, prefix:] - prefix)
+            state["sizes"], state["whole"] = sized.sum(-1), matrices @ state["whole"]
             return sized @ x / state["sizes"].unsqueeze(-1)
 
-        return blocks_of_vit(model, x, merged, weights=weights)
+        def spread(number: int, x: Tensor, _: Tensor) -> Tensor:
+            return state["whole"].mT @ x if number == last and model.global_pool != "token" else x
+
+        return blocks_of_vit(model, x, merged, spread, weights=weights, embeddings=embeddings)
 
     return called(model, parameters, images, forward)
 
 
-def _merging(keys: Tensor, r: int) -> Tensor:
+def _merging(keys: Tensor, r: int, prefix: int) -> Tensor:
     """Compute the 0/1 matrix (N − r, N) that sums merged tokens, from the keys (N, D) of an image."""
     unit = F.normalize(keys, dim=-1)
-    a, b = range(2, len(keys), 2), range(1, len(keys), 2)
-    similar = unit[2::2] @ unit[1::2].T
+    a, b = ([i for i in range(start, len(keys), 2) if i >= prefix] for start in (0, 1))
+    similar = unit[a] @ unit[b].T
     best = similar.max(1)
-    into = {
-        a[i]: b[best.indices[i]] for i in best.values.argsort(descending=True)[: min(r, (len(keys) - 1) // 2)].tolist()
-    }
-    groups = [[0], *([i] for i in a if i not in into), *([j, *(i for i in into if into[i] == j)] for j in b)]
+    merges = best.values.argsort(descending=True)[: min(r, (len(keys) - prefix) // 2)].tolist()
+    into = {a[i]: b[best.indices[i]] for i in merges}
+    groups = [[i] for i in (*range(prefix), *(i for i in a if i not in into))]
+    groups += [[j, *(i for i in into if into[i] == j)] for j in b]
     matrix = torch.zeros(len(groups), len(keys), dtype=keys.dtype)
     for row, group in enumerate(groups):
         matrix[row, group] = 1

@@ -13,7 +13,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import ResPostBlock
+from timm.models.vision_transformer import ParallelScalingBlock
 from torch import Tensor, nn
 
 from efficient_ft.config import check
@@ -314,13 +314,13 @@ def test_settings_out_of_range_are_named(settings: dict[str, Any], named: str) -
 def test_what_is_refused_is_left_as_it_was() -> None:
     small: dict[str, Any] = {"img_size": 32, "patch_size": 4, "depth": 4, "embed_dim": 48, "num_heads": 3}
     no_class = timm.create_model("vit_tiny_patch16_224", class_token=False, global_pool="avg", **small)
-    behind = timm.create_model("vit_tiny_patch16_224", block_fn=ResPostBlock, **small)
+    parallel = timm.create_model("vit_tiny_patch16_224", block_fn=ParallelScalingBlock, **small)
     dropping, adapted = model_of("vit"), model_of("vit")
     EViT([1]).apply(dropping)
     LoRA(2).apply(adapted)
     cases = [
         (no_class, "no class token"),
-        (behind, r"ResPostBlock\) do not have the structure"),
+        (parallel, r"ParallelScalingBlock\): attention and feed-forward network run in parallel"),
         (
             dropping,
             "evit has been applied to this VisionTransformer, and both methods drop or merge tokens",

@@ -277,11 +277,10 @@ def test_a_model_that_drops_patches_already_is_refused() -> None:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("eva02_tiny_patch14_224", "not have the structure"),  # rotary positions in the blocks
-        ("vit_relpos_small_patch16_224", "not have the structure"),  # relative positions
-        ("hiera_small_abswin_256", "its own forward pass"),  # pooling in the blocks
-        ("mixer_s32_224", "not have the structure"),  # layers over all tokens
-        ("samvit_base_patch16", "its own forward pass"),  # windows
+        ("vit_relpos_small_patch16_224", "attention uses relative positions"),
+        ("hiera_small_abswin_256", "attention uses windows and pools tokens"),
+        ("mixer_s32_224", "the layers require a fixed number of tokens"),
+        ("samvit_base_patch16", "attention uses windows and relative positions of a grid"),
     ],
 )
 def test_positions_inside_the_blocks_are_refused(architecture: str, message: str) -> None:

@@ -465,17 +465,15 @@ def test_r_0_is_said_to_be_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", "not have the structure"),
-        ("eva02_tiny_patch14_224", "not have the structure"),  # rotary positions
-        ("vit_small_patch16_dinov3", "not have the structure"),
-        ("deepseek_vit_412m", "not have the structure"),
-        ("vit_relpos_small_patch16_224", "not have the structure"),  # relative positions
-        ("cait_xxs24_224", "not share one token grid|not have the structure"),
-        ("mvitv2_tiny", "not share one token grid|not have the structure"),
+        ("beit_base_patch16_224", "attention uses relative positions"),
+        ("vit_relpos_small_patch16_224", "attention uses relative positions"),
+        ("vit_base_patch16_xp_224", "attention and feed-forward network run in parallel"),
+        ("cait_xxs24_224", "not share one token grid"),
+        ("mvitv2_tiny", "not share one token grid"),
         ("swin_tiny_patch4_window7_224", "not share one token grid"),
-        ("hiera_tiny_224", "its own forward pass"),
-        ("samvit_base_patch16_224", "its own forward pass"),
-        ("mixer_s16_224", "not have the structure"),
+        ("hiera_tiny_224", "attention uses windows and pools tokens"),
+        ("samvit_base_patch16_224", "attention uses windows and relative positions"),
+        ("mixer_s16_224", "the layers require a fixed number of tokens"),
     ],
 )
 def test_other_models_are_refused_by_name(name: str, message: str) -> None:

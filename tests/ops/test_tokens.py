@@ -104,10 +104,12 @@ def test_dropping_and_fusing_equals_doing_it_by_hand(batch, patches, prefix, kee
     found, index = drop(x, scores, prefix, kept, fuse)
     expected = dropped_by_hand(x.detach().numpy(), scores.detach().numpy(), prefix, kept, fuse)
     np.testing.assert_allclose(found.detach().numpy(), expected, rtol=1e-12)
-    assert index.shape == (batch, kept)
+    assert index.shape == (batch, kept + (fuse and kept < patches))
     torch.testing.assert_close(
-        found[:, prefix : prefix + kept], x[:, prefix:].gather(1, index[..., None].expand(-1, -1, 5))
+        found[:, prefix : prefix + kept], x[:, prefix:].gather(1, index[:, :kept, None].expand(-1, -1, 5))
     )
+    assert (index.sort(1).values.diff() > 0).all(), "all indices are unique"
+    assert (scores.gather(1, index).diff() <= 0).all(), "the index of a fused token is that of its most important token"
 
 
 def test_gradients_flow_through_the_tokens_and_the_scores_of_a_fused_one():

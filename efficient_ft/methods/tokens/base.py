@@ -8,14 +8,13 @@ between the two halves of a block or after the second half. Each block passes a 
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
+from efficient_ft.methods.tokens.block_forms import BlockForm, example_inputs, form_of, positions_in, rotary_of, why_not
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
 from efficient_ft.models.weight_dtype import to_float32
@@ -37,9 +37,6 @@ from efficient_ft.ops.tokens import (
     token_context,
 )
 
-#: Names of the submodules that a supported block may have, and of the required submodules in order of execution.
-_BLOCK = {"norm1", "attn", "ls1", "drop_path1", "norm2", "mlp", "ls2", "drop_path2"}
-_ORDER = ["norm1", "attn", "norm2", "mlp"]
 #: Functions that compute the scores q kᵀ and the attention map (B, H, N, N) in unfused attention.
 PRODUCTS = (Tensor.matmul, Tensor.__matmul__, torch.matmul)
 SOFTMAX = (Tensor.softmax, torch.softmax, F.softmax)
@@ -111,6 +108,10 @@ class Place(NamedTuple):
     last: bool
 
 
+#: Form of a block that is not split into halves.
+_ANY = BlockForm((), (), "", ())
+
+
 class TokenForward(OwnForward):
     """Forward pass of a block that keeps all its tokens, while other blocks of the model drop or merge tokens.
 
@@ -122,6 +123,8 @@ class TokenForward(OwnForward):
     def __init__(self, module: nn.Module, place: Place) -> None:
         super().__init__(module)
         self.method_name, self.prefix, self.positions, self.last = place
+        # A block that keeps all its tokens may have any forward pass, if no block has rotary embeddings.
+        self.form = form_of(type(module)) or _ANY
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # An inner forward pass of this kind handles the record of the tokens.
@@ -130,16 +133,34 @@ class TokenForward(OwnForward):
             return result
         x, tokens = pop_tokens(x)
         with token_context(tokens):
-            return self.passed_on(self.within(x, *args, **kwargs), tokens)
+            if self.form.rotary is None:
+                return self.passed_on(self.within(x, *args, **kwargs), tokens)
+            return self.passed_on(self.within(x, **self.given(tokens, args, kwargs)), tokens)
 
     def passed_on(self, x: Tensor, tokens: Tokens | None) -> Tensor:
         """Return x with the record of its tokens attached for the next block. In the last block, return x unchanged."""
         return x if self.last else attach_tokens(x, tokens)
 
-    def popped(self, x: Tensor, others: Sequence[Any], keywords: dict[str, Any]) -> tuple[Tensor, Tokens | None]:
-        """Return x and the record of its tokens.
+    def given(self, tokens: Tokens | None, others: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the inputs of the block by name, with the rotary embeddings of the remaining `tokens`."""
+        inputs = self.form.named(others, keywords)
+        name = self.form.rotary
+        if name is None or tokens is None or tokens.rotary_index_BL is None or inputs.get(name) is None:
+            return inputs
+        # Most networks pass the same embeddings to all blocks. The embeddings are part of the entry, so that they exist
+        # as long as the entry.
+        of, rotary = tokens.cache.get("rotary", (None, None))
+        if of is not inputs[name]:
+            rotary = rotary_of(inputs[name], tokens.rotary_index_BL)
+            tokens.cache["rotary"] = (inputs[name], rotary)
+        return {**inputs, name: rotary}
 
-        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask or positions.
+    def popped(
+        self, x: Tensor, others: Sequence[Any], keywords: Mapping[str, Any]
+    ) -> tuple[Tensor, Tokens | None, Mapping[str, Any]]:
+        """Return x, the record of its tokens, and the inputs of the block with the embeddings of these tokens.
+
+        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask.
         """
         if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
             name = self.method_name
@@ -148,30 +169,31 @@ class TokenForward(OwnForward):
                 f" Use dynamo=True, or remove the method first: {name}.remove(model). The exported model then uses all"
                 " tokens."
             )
-        if any(value is not None and value is not False for value in (*others, *keywords.values())):
-            raise UserError(
-                f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with an"
-                " attention mask or positions. Use a model without masks and positions."
-            )
-        return pop_tokens(x)
+        x, tokens = pop_tokens(x)
+        inputs = self.given(tokens, others, keywords)
+        for name, value in inputs.items():
+            if value is not None and value is not False and name != self.form.rotary:
+                raise UserError(
+                    f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with"
+                    f" {name}. Use a model without attention masks."
+                )
+        return x, tokens, inputs
 
-    def first_half(self, x: Tensor, observer: TorchFunctionMode | None) -> Tensor:
+    def record(self, x: Tensor, tokens: Tokens | None, inputs: Mapping[str, Any]) -> Tokens:
+        """Return `tokens`, or the record of all tokens if no token was removed before this block."""
+        if tokens is not None:
+            return tokens
+        rotary = None if self.form.rotary is None else inputs.get(self.form.rotary)
+        return Tokens.full(x, self.prefix, self.positions, None if rotary is None else positions_in(rotary))
+
+    def first_half(self, x: Tensor, inputs: Mapping[str, Any], observer: TorchFunctionMode | None) -> Tensor:
         """Return x plus the attention output. If `observer` is given, attention runs inside this context manager."""
-        block: Any = self.module
         with observer or nullcontext():
-            attended = block.attn(block.norm1(x))
-        return x + _through(block, ("ls1", "drop_path1"), attended)
+            return x + self.form.attend(self.module, x, inputs)
 
     def second_half(self, x: Tensor) -> Tensor:
         """Return x plus the output of the feed-forward network for x."""
-        block: Any = self.module
-        return x + _through(block, ("ls2", "drop_path2"), block.mlp(block.norm2(x)))
-
-
-def _through(block: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    for name in names:
-        x = getattr(block, name)(x) if hasattr(block, name) else x
-    return x
+        return x + self.form.feed_forward(self.module, x)
 
 
 class DroppingForward(TokenForward):
@@ -188,11 +210,11 @@ class DroppingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
-        x, tokens = self.popped(x, others, keywords)
+        x, tokens, inputs = self.popped(x, others, keywords)
         attention = Attention(self.prefix)
         with token_context(tokens):
-            x = self.first_half(x, attention)
-        x, tokens = self.drop(x, attention, tokens or Tokens.full(x, self.prefix, self.positions))
+            x = self.first_half(x, inputs, attention)
+        x, tokens = self.drop(x, attention, self.record(x, tokens, inputs))
         with token_context(tokens):
             return self.passed_on(self.second_half(x), tokens)
 
@@ -241,29 +263,41 @@ class TokenMethod(Method):
         added = added_modules(view.model)
         for name in names:
             block = view.model.get_submodule(name)
-            parts = [child for child, _ in block.named_children()]
-            new = {f"{name}.{part}" for part in parts} & added
+            new = {f"{name}.{part}" for part, _ in block.named_children()} & added
             if new:
                 owners = (mark.method for mark in marks_of(view.model) if new & set(mark.modules))
                 raise UserError(
                     f"method {self.name}: the block {name} of {view.name} has a module that was added by"
                     f" {next(owners, 'another library')}. Drop or merge tokens only in other blocks."
                 )
-            takes = set(inspect.signature(type(block).forward).parameters) - {"self", "x", "attn_mask", "is_causal"}
-            # timm registers submodules in execution order. Therefore, this check rejects blocks with norms after
-            # attention and mlp.
-            if takes or set(parts) - _BLOCK or [part for part in parts if part in _ORDER] != _ORDER:
+            if foreign_forward(block) is not None:
+                raise self._own_forward(view, name)
+            form = form_of(type(block))
+            if form is None:
+                if any(form_of(base) for base in type(block).__mro__[1:] if issubclass(base, nn.Module)):
+                    raise self._own_forward(view, name)
+                reason = why_not(type(block)) or "their forward pass is not one of the supported forward passes"
                 raise UserError(
-                    f"method {self.name}: the blocks of {view.name} ({type(block).__name__}) do not have the structure"
-                    " norm1, attn, norm2, mlp without other inputs or submodules. Tokens can be dropped or merged only"
-                    " in timm's ViT blocks."
+                    f"method {self.name}: tokens cannot be dropped or merged in the blocks of {view.name}"
+                    f" ({type(block).__name__}): {reason}. Use a network whose blocks consist of attention and a"
+                    " feed-forward network over all tokens, such as ViT."
                 )
-            if type(block).forward is not Block.forward or foreign_forward(block) is not None:
+            prefix = getattr(getattr(block, form.attends), "num_prefix_tokens", view.prefix_tokens)
+            if form.rotary is not None and prefix != view.prefix_tokens:
                 raise UserError(
-                    f"method {self.name}: the block {name} of {view.name} ({type(block).__name__}) has its own forward"
-                    " pass, which this method would replace with the forward pass of timm's Block. Use a network with"
-                    " timm's Block, or move the change into the block's attn or mlp, whose forward passes are kept."
+                    f"method {self.name}: the block {name} of {view.name} has no rotary embeddings for its first"
+                    f" {prefix} tokens, but the network has {view.prefix_tokens} prefix tokens. Use a network in which"
+                    " both numbers are equal."
                 )
+
+    def _own_forward(self, view: ModelView, name: str) -> UserError:
+        block = type(view.model.get_submodule(name)).__name__
+        return UserError(
+            f"method {self.name}: the block {name} of {view.name} ({block}) has its own forward pass, which this method"
+            " would replace with the forward pass of the block's base class. Use a network with blocks of the base"
+            " class, or move the change into the attention or the feed-forward network of the block, whose forward"
+            " passes are kept."
+        )
 
     def refuse_unfit_model(self, view: ModelView) -> None:
         """If `refuse_other_blocks` rejects every block, raise the error for the first block."""
@@ -275,7 +309,9 @@ class TokenMethod(Method):
                 errors.append(error)
         raise errors[0]
 
-    def refuse_fixed_tokens(self, view: ModelView, run: Callable[[nn.Module, Tensor, int], None]) -> None:
+    def refuse_fixed_tokens(
+        self, view: ModelView, run: Callable[[nn.Module, Tensor, int, Callable[[int], dict[str, Any]]], None]
+    ) -> None:
         """Raise UserError unless each block accepts tokens of shape (B, N, C) for every N.
 
         The check runs copies of the blocks on fake tensors.
@@ -283,7 +319,8 @@ class TokenMethod(Method):
         Args:
             view: view of a model that has blocks and satisfies `Needs.TOKEN_GRID`.
             run: function that runs a block in the same way as the method, once on all tokens (1, N, C) and once on
-                fewer tokens. The function is called with the block, the tokens and the number of prefix tokens.
+                fewer tokens. The function is called with the block, the tokens, the number of prefix tokens, and a
+                function that returns the other inputs of the block for a number of patch tokens.
         """
         mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
         for name in view.blocks:
@@ -296,7 +333,7 @@ class TokenMethod(Method):
             try:
                 with mode, torch.no_grad():
                     x = torch.empty(1, view.prefix_tokens + positions, channels, device=like.device, dtype=like.dtype)
-                    run(probe, x, view.prefix_tokens)
+                    run(probe, x, view.prefix_tokens, partial(example_inputs, block, like=x))
             except UserError:
                 raise
             except Exception as error:
@@ -314,6 +351,8 @@ class TokenMethod(Method):
         other blocks receive a `TokenForward`.
         """
         positions = grid_positions(view)
+        if any(form.rotary for form in (form_of(type(model.get_submodule(name))) for name in view.blocks) if form):
+            self.refuse_other_blocks(view, view.blocks)  # every block receives the embeddings of its tokens
         for function in _ALL_TOKENS:
             if hasattr(model, function):
                 setattr(model, function, _Refused(self.name, function))

@@ -6,7 +6,7 @@ WACV 2023.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.tokens.base import TokenMethod, grid_positions
+from efficient_ft.methods.tokens.block_forms import form_of, positions_in
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -43,7 +44,10 @@ class _PatchDropForward(OwnForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         if not self.module.training or is_token_reduction_suspended():
             return self.within(x, *others, **keywords)
-        tokens = Tokens.full(x, self.prefix, self.positions)
+        form = form_of(type(self.module))
+        assert form is not None
+        rotary = None if form.rotary is None else form.named(others, keywords).get(form.rotary)
+        tokens = Tokens.full(x, self.prefix, self.positions, None if rotary is None else positions_in(rotary))
         with packing_suspended():
             x, index_BK = self._kept(x)
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
@@ -125,10 +129,10 @@ class PatchDropout(TokenMethod):
         super()._remove(model)
 
 
-def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int) -> None:
+def _run_on_fewer(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int], dict[str, Any]]) -> None:
     """Run a block on N and on N − 1 tokens. Raise ValueError if the block changes the number of tokens."""
     with token_reduction_suspended():
-        for given in (x, x[:, 1:]):
-            left = block(given).shape[1]
+        for given in (x, x[:, :-1]):
+            left = block(given, **inputs(given.shape[1] - prefix)).shape[1]
             if left != given.shape[1]:
                 raise ValueError(f"a block returns {left} tokens for {given.shape[1]} input tokens")

@@ -5,7 +5,7 @@ Source: Bolya, Fu, Dai, Zhang, Feichtenhofer, Hoffman, "Token Merging: Your ViT 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,7 +24,15 @@ from efficient_ft.methods.summary import ranges
 from efficient_ft.methods.tokens.base import PRODUCTS, SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
-from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, match, merge, token_context, unmerge
+from efficient_ft.ops.tokens import (
+    Tokens,
+    is_token_reduction_suspended,
+    match,
+    merge,
+    representatives,
+    token_context,
+    unmerge,
+)
 
 
 class _SizedAttention(TorchFunctionMode):
@@ -94,7 +102,7 @@ class _MergingForward(TokenForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if is_token_reduction_suspended():
             return super().__call__(x, *others, **keywords)
-        x, tokens = self.popped(x, others, keywords)
+        x, tokens, inputs = self.popped(x, others, keywords)
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
@@ -104,10 +112,10 @@ class _MergingForward(TokenForward):
         sizes_BN = None if tokens is None else tokens.sizes_BN
         attention = _SizedAttention(sizes_BN if self.proportional_attention else None, self._acts(r))
         with token_context(tokens):
-            x = self.first_half(x, attention)
+            x = self.first_half(x, inputs, attention)
         if self._acts(r):
             with packing_suspended():
-                x, tokens = self._merged(x, attention, tokens or Tokens(), r)
+                x, tokens = self._merged(x, attention, self.record(x, tokens, inputs), r)
         with token_context(tokens):
             x = self.second_half(x)
         if self.last and tokens is not None and tokens.merged_into_BN is not None:
@@ -131,10 +139,13 @@ class _MergingForward(TokenForward):
         if sizes_BN is None:
             sizes_BN = x.new_ones(x.shape[:2], dtype=torch.promote_types(x.dtype, torch.float32))
         index_BN = match(torch.stack(attention.keys).mean(0), r, self.prefix)
+        rotary_BL = tokens.rotary_index_BL
+        if rotary_BL is not None:
+            rotary_BL = representatives(rotary_BL, sizes_BN, index_BN, x.shape[1] - r, self.prefix)
         x, sizes_BN = merge(x, sizes_BN, index_BN, x.shape[1] - r)
         if self.unmerges:
             into_BN = index_BN if into_BN is None else index_BN.gather(1, into_BN)
-        return x, Tokens(sizes_BN=sizes_BN, merged_into_BN=into_BN)
+        return x, Tokens(rotary_index_BL=rotary_BL, sizes_BN=sizes_BN, merged_into_BN=into_BN)
 
 
 @register
@@ -254,12 +265,12 @@ def classifies_by_class_token(model: nn.Module) -> bool:
     return by_token and type(model).__module__.startswith("timm.models.")
 
 
-def _run_merging(block: nn.Module, x: Tensor, prefix: int) -> None:
+def _run_merging(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int], dict[str, Any]]) -> None:
     patches = x.shape[1] - prefix
-    block(x)
+    block(x, **inputs(patches))
     place = Place(ToMe.name, prefix, patches, True)
-    _MergingForward(block, place, 1, True)(x)
-    _MergingForward(block, place, 0, True)(x[:, 1:])
+    _MergingForward(block, place, 1, True)(x, **inputs(patches))
+    _MergingForward(block, place, 0, True)(x[:, :-1], **inputs(patches - 1))
 
 
 def scheduled(r: int, inflect: float, blocks: int) -> list[int]:

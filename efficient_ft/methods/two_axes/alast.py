@@ -25,7 +25,7 @@ from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
 from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, TokenMethod, grid_positions
 from efficient_ft.models.view import ModelView
-from efficient_ft.ops.tokens import Tokens, is_token_reduction_suspended, token_context
+from efficient_ft.ops.tokens import is_token_reduction_suspended, token_context
 
 #: Names of the settings that must be numbers >= 0.
 _NUMBERS = ("budget_min", "budget_max", "budget_init", "budget_lr", "delta_scale")
@@ -63,16 +63,16 @@ class _BudgetedForward(DroppingForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Tensor:
         if not self.module.training or is_token_reduction_suspended():
             return super(DroppingForward, self).__call__(x, *others, **keywords)
-        x, tokens = self.popped(x, others, keywords)
+        x, tokens, inputs = self.popped(x, others, keywords)
         count = x.shape[1] - self.prefix
         drops = self._kept(count) < count
         seen = Attention(self.prefix) if drops else None
         with token_context(tokens):
-            y = self.second_half(self.first_half(x, seen))
+            y = self.second_half(self.first_half(x, inputs, seen))
         if not is_recomputing():
             self._watch(x.detach()[:, 0], y.detach()[:, 0])
         if seen is not None:
-            y, tokens = self.drop(y, seen, tokens or Tokens.full(x, self.prefix, self.positions))
+            y, tokens = self.drop(y, seen, self.record(x, tokens, inputs))
         return self.passed_on(y, tokens)
 
     def _watch(self, before_BC: Tensor, after_BC: Tensor) -> None:
