@@ -22,7 +22,15 @@ from torch.overrides import TorchFunctionMode
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
-from efficient_ft.methods.tokens.block_forms import BlockForm, example_inputs, form_of, positions_in, rotary_of, why_not
+from efficient_ft.methods.tokens.block_forms import (
+    BlockForm,
+    accepts_any_tokens,
+    example_inputs,
+    form_of,
+    positions_in,
+    rotary_of,
+    why_not,
+)
 from efficient_ft.models.marks import added_modules, marks_of
 from efficient_ft.models.view import ModelView
 from efficient_ft.models.weight_dtype import to_float32
@@ -181,10 +189,7 @@ class TokenForward(OwnForward):
 
     def record(self, x: Tensor, tokens: Tokens | None, inputs: Mapping[str, Any]) -> Tokens:
         """Return `tokens`, or the record of all tokens if no token was removed before this block."""
-        if tokens is not None:
-            return tokens
-        rotary = None if self.form.rotary is None else inputs.get(self.form.rotary)
-        return Tokens.full(x, self.prefix, self.positions, None if rotary is None else positions_in(rotary))
+        return tokens or Tokens.full(x, self.prefix, self.positions, positions_in(self.module, (), inputs))
 
     def first_half(self, x: Tensor, inputs: Mapping[str, Any], observer: TorchFunctionMode | None) -> Tensor:
         """Return x plus the attention output. If `observer` is given, attention runs inside this context manager."""
@@ -235,6 +240,11 @@ def grid_positions(view: ModelView) -> int:
     return height * width
 
 
+def block_channels(view: ModelView, block: str) -> int:
+    """Return the number C of channels of the tokens (B, N, C) that a block receives."""
+    return next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{block}."))
+
+
 class _Refused:
     """Replacement for a function that requires all tokens of each block. Calling the replacement raises UserError."""
 
@@ -255,10 +265,10 @@ _ALL_TOKENS = ("forward_intermediates", "get_intermediate_layers")
 class TokenMethod(Method):
     """Base class of the methods that replace the forward passes of transformer blocks."""
 
-    def refuse_other_blocks(self, view: ModelView, names: Sequence[str]) -> None:
+    def refuse_other_blocks(self, view: ModelView, names: Sequence[str], whole: bool = False) -> None:
         """Raise UserError if a block in `names` cannot be split into the two halves that `TokenForward` runs.
 
-        UserError is also raised if a block has its own forward pass or contains a module that another method has added.
+        If `whole` is True, blocks that only accept any number of tokens are also allowed. UserError is also raised if a block has its own forward pass or contains a module that another method has added.
         """
         added = added_modules(view.model)
         for name in names:
@@ -273,6 +283,8 @@ class TokenMethod(Method):
             if foreign_forward(block) is not None:
                 raise self._own_forward(view, name)
             form = form_of(type(block))
+            if form is None and whole and accepts_any_tokens(type(block)):
+                continue
             if form is None:
                 if any(form_of(base) for base in type(block).__mro__[1:] if issubclass(base, nn.Module)):
                     raise self._own_forward(view, name)
@@ -326,7 +338,7 @@ class TokenMethod(Method):
         for name in view.blocks:
             block = view.model.get_submodule(name)
             like = next(block.parameters())
-            channels = next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{name}."))
+            channels = block_channels(view, name)
             with FakeCopyMode(mode):
                 probe = copy.deepcopy(block).eval()
             to_float32(probe)  # the copy runs without autocast

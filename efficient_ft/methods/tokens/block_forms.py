@@ -130,9 +130,26 @@ _WHY_NOT = {
     f"{_TIMM}.hiera.HieraBlock": "attention uses windows and pools tokens",
     f"{_TIMM}.swin_transformer.SwinTransformerBlock": "attention uses windows of a grid",
     f"{_TIMM}.swin_transformer_v2.SwinTransformerV2Block": "attention uses windows of a grid",
+    "torchvision.models.vision_transformer.EncoderBlock": (
+        "attention is computed by nn.MultiheadAttention, which does not return the keys"
+    ),
     f"{_HF}.beit.modeling_beit.BeitLayer": "attention uses relative positions",
     f"{_HF}.swin.modeling_swin.SwinLayer": "attention uses windows of a grid",
 }
+
+
+#: Blocks that accept any number of tokens in any order, but cannot be split into two halves.
+_WHOLE = {
+    f"{_TIMM}.vision_transformer.ParallelScalingBlock",
+    f"{_TIMM}.vision_transformer.DiffParallelScalingBlock",
+    f"{_TIMM}.vision_transformer.ParallelThingsBlock",
+    "torchvision.models.vision_transformer.EncoderBlock",
+}
+
+
+def accepts_any_tokens(block: type[nn.Module]) -> bool:
+    """Return True if a class of blocks accepts any number of tokens in any order."""
+    return form_of(block) is not None or _owner(block.forward) in _WHOLE
 
 
 def form_of(block: type[nn.Module]) -> BlockForm | None:
@@ -178,19 +195,29 @@ def _taken(embedding: Tensor, index_BK: Tensor) -> Tensor:
     return torch.gather(embedding.expand(len(index_BK), -1, -1, -1), 2, index)
 
 
-def positions_in(rotary: Any) -> int:
-    """Return the number L of patch tokens for which `rotary` contains embeddings."""
+def positions_in(block: nn.Module, others: Sequence[Any], keywords: Mapping[str, Any]) -> int | None:
+    """Return the number L of rotary embeddings that a block receives, or None if it receives none.
+
+    `others` and `keywords` are the inputs of the block after the tokens.
+    """
+    form = form_of(type(block))
+    if form is None or form.rotary is None:
+        return None
+    rotary = form.named(others, keywords).get(form.rotary)
+    if rotary is None:
+        return None
     first = rotary if isinstance(rotary, Tensor) else rotary[0]
     return int(first.shape[-2])
 
 
 def example_inputs(block: nn.Module, patches: int, like: Tensor) -> dict[str, Any]:
-    """Return inputs for a supported block with `patches` patch tokens, in the data type and on the device of `like`.
+    """Return inputs for a block with `patches` patch tokens, in the data type and on the device of `like`.
 
     Masks are None, and rotary embeddings are zeros.
     """
     form = form_of(type(block))
-    assert form is not None
+    if form is None:
+        return {}
     inputs: dict[str, Any] = {name: None for name in form.inputs if name.endswith("mask")}
     if form.rotary is not None:
         channels = int(getattr(block, form.attends).head_dim)

@@ -21,7 +21,7 @@ from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.tokens.base import TokenMethod, grid_positions
-from efficient_ft.methods.tokens.block_forms import form_of, positions_in
+from efficient_ft.methods.tokens.block_forms import positions_in
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -44,10 +44,7 @@ class _PatchDropForward(OwnForward):
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         if not self.module.training or is_token_reduction_suspended():
             return self.within(x, *others, **keywords)
-        form = form_of(type(self.module))
-        assert form is not None
-        rotary = None if form.rotary is None else form.named(others, keywords).get(form.rotary)
-        tokens = Tokens.full(x, self.prefix, self.positions, None if rotary is None else positions_in(rotary))
+        tokens = Tokens.full(x, self.prefix, self.positions, positions_in(self.module, others, keywords))
         with packing_suspended():
             x, index_BK = self._kept(x)
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)
@@ -101,7 +98,7 @@ class PatchDropout(TokenMethod):
         self.keep_rate = keep_rate
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        self.refuse_other_blocks(view, view.blocks)
+        self.refuse_other_blocks(view, view.blocks, whole=True)
         if any(isinstance(module, TimmPatchDropout | PatchDropoutWithIndices) for module in model.modules()):
             raise UserError(
                 f"method {self.name}: the model {view.name} already drops patches. Create the model with"

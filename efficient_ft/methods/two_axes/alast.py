@@ -23,7 +23,14 @@ from efficient_ft.methods.checks import check_choice, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.per_step import LayersPerStep
-from efficient_ft.methods.tokens.base import Attention, DroppingForward, Place, TokenMethod, grid_positions
+from efficient_ft.methods.tokens.base import (
+    Attention,
+    DroppingForward,
+    Place,
+    TokenMethod,
+    block_channels,
+    grid_positions,
+)
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import is_token_reduction_suspended, token_context
 
@@ -169,7 +176,7 @@ class ALaST(LayersPerStep, TokenMethod):
         self._check_count(view)
         self._check_start(view)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
-        self._channels = int(model.get_parameter("cls_token").shape[-1])
+        self._channels = block_channels(view, view.blocks[0])
         if self._restored is not None:
             self.load_state_dict(self._restored)
         # The average over patch tokens requires at least one token.

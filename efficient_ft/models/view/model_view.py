@@ -66,8 +66,15 @@ class ModelView:
 
     @property
     def has_class_token(self) -> bool:
-        """Return True if the model has a class token."""
-        return getattr(self.model, "cls_token", None) is not None
+        """Return True if the model has a class token, which is then the first token."""
+        for network in _with_inner(self.model):
+            if getattr(network, "cls_token", None) is not None:
+                return True
+            if hasattr(network, "get_classifier"):  # models from timm declare their class token
+                return False
+        return not takes_tokens(self.model) and any(
+            _CLASS_TOKEN.search(name) for name, _ in self.model.named_parameters()
+        )
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -165,7 +172,9 @@ def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
         if size is None:
             size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
             size = None if None in size else size
-        for owner in (network, getattr(network, "config", None)):  # for torchvision's ViT and models of transformers
+        config = getattr(network, "config", None)
+        # for torchvision's ViT, for models of transformers, and for their models that also contain a text model
+        for owner in (network, config, getattr(config, "vision_config", None)):
             size = getattr(owner, "image_size", None) if size is None else size
         if isinstance(size, int):
             return size, size
@@ -180,8 +189,10 @@ def _with_inner(model: nn.Module) -> list[nn.Module]:
     return [model, *(model.get_submodule(name) for name in inner)]
 
 
+#: Pattern for the parameter names of class tokens. In CLIP, the parameter is a vector.
+_CLASS_TOKEN = re.compile(r"(^|\.)(cls_token|class_token|class_embedding)$")
 #: Pattern for the parameter names of prefix tokens in networks that do not declare the number of prefix tokens.
-_PREFIX_TOKENS = re.compile(r"(^|\.)(cls_token|class_token|dist_token|distillation_token|register_tokens)$")
+_PREFIX_TOKENS = re.compile(rf"{_CLASS_TOKEN.pattern}|(^|\.)(dist_token|distillation_token|register_tokens)$")
 
 
 def prefix_tokens_of(model: nn.Module) -> int:
@@ -193,5 +204,5 @@ def prefix_tokens_of(model: nn.Module) -> int:
         stated = getattr(network, "num_prefix_tokens", None)
         if stated is not None or hasattr(network, "get_classifier"):
             return int(stated or 0)
-    tokens = [p for name, p in model.named_parameters() if _PREFIX_TOKENS.search(name) and p.dim() == 3]
-    return sum(p.shape[1] for p in tokens)
+    tokens = [p for name, p in model.named_parameters() if _PREFIX_TOKENS.search(name)]
+    return sum(1 if p.dim() == 1 else p.shape[1] for p in tokens if p.dim() in (1, 3))
