@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from torch import Tensor, nn
 
@@ -17,6 +17,7 @@ from efficient_ft.core.in_backward import Wrong
 from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
+from efficient_ft.models.view import Structure
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -51,7 +52,7 @@ class MethodCallback(Callback):
         methods: one method or several methods, in any order.
         network: name of the attribute in which the LightningModule stores the timm model. A dotted path, such as
             ``"encoder.net"``, is also allowed. ``""`` denotes the LightningModule itself.
-        frozen_bn, classifier: see `MethodSession`.
+        frozen_bn, classifier, **structure: see `MethodSession`.
 
     Attributes:
         methods: methods in their order of application.
@@ -73,10 +74,11 @@ class MethodCallback(Callback):
         network: str = "model",
         frozen_bn: bool = True,
         classifier: str | Iterable[str] = (),
+        **structure: Unpack[Structure],
     ) -> None:
         self.methods, self.network = in_order(methods), network
         self.session: MethodSession | None = None
-        self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier}
+        self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier, **structure}
 
     @property
     def reports(self) -> list[Applied]:

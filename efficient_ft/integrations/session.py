@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 from weakref import ref
 
 import torch
@@ -31,7 +31,7 @@ from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, 
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
-from efficient_ft.models.view import default_image_size
+from efficient_ft.models.view import Structure, default_image_size
 
 if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed
@@ -69,6 +69,7 @@ class MethodSession:
         methods: one method or several methods, in any order.
         frozen_bn: if True, freeze the BatchNorm statistics of the model. `remove` unfreezes the statistics.
         classifier: full names of the classifier's modules (see `Method.apply`).
+        **structure: image size, prefix tokens and blocks (see `Method.apply`).
 
     Attributes:
         model: model to which the session applies the methods.
@@ -96,13 +97,14 @@ class MethodSession:
         methods: Method | Iterable[Method],
         frozen_bn: bool = True,
         classifier: str | Iterable[str] = (),
+        **structure: Unpack[Structure],
     ) -> None:
         if not isinstance(model, nn.Module):
             hint = "Pass the model first: MethodSession(model, methods)."
             raise SettingError("model", f"{model!r:.60}", "a torch.nn.Module", hint)
         self.model = model
         self.methods = in_order(methods)
-        self.frozen_bn, self.classifier = frozen_bn, classifier
+        self.frozen_bn, self.classifier, self.structure = frozen_bn, classifier, structure
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # Names of the BatchNorm layers that this session has frozen.
@@ -135,7 +137,7 @@ class MethodSession:
             refuse_wrapped_inside(self.model)
         refuse_nested(self.model, self)
         if not self._applied:
-            self.reports = apply_methods(self.model, self.methods, self.classifier)
+            self.reports = apply_methods(self.model, self.methods, self.classifier, **self.structure)
             if self.frozen_bn:
                 self._frozen = freeze_statistics(self.model)
             for report in self.reports if rank() == 0 else ():

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.models.marks import marks_of
+from efficient_ft.models.view import Structure
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +71,7 @@ class MethodCallback(TrainerCallback, ExportableState):
         methods: one method or several methods, in any order.
         network: name of the attribute in which the model stores the timm model (``timm_model`` in `TimmWrapper`
             models). A dotted path is also allowed. ``""`` denotes the model itself.
-        frozen_bn, classifier: see `MethodSession`.
+        frozen_bn, classifier, **structure: see `MethodSession`.
 
     Attributes:
         methods: methods in their order of application.
@@ -93,10 +94,11 @@ class MethodCallback(TrainerCallback, ExportableState):
         network: str = "timm_model",
         frozen_bn: bool = True,
         classifier: str | Iterable[str] = (),
+        **structure: Unpack[Structure],
     ) -> None:
         self.methods, self.network = in_order(methods), network
         self.session: MethodSession | None = None
-        self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier}
+        self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier, **structure}
         self._hook: Any = None
 
     @property

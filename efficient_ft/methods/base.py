@@ -26,7 +26,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ from efficient_ft.methods.stack import check_needs, check_removal, check_stack, 
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
-from efficient_ft.models.view import ModelView, Skipped, state_classifier, view
+from efficient_ft.models.view import ModelView, Skipped, Structure, state, view
 from efficient_ft.models.weight_dtype import to_float32
 
 #: Name of the distribution (pip package) that contains this package.
@@ -243,7 +243,7 @@ class Method(ABC):
         """
 
     # ------------------------------------------------------------------ methods that users call
-    def apply(self, model: nn.Module, classifier: str | Iterable[str] = ()) -> Applied:
+    def apply(self, model: nn.Module, classifier: str | Iterable[str] = (), **structure: Unpack[Structure]) -> Applied:
         """Apply the method to `model` in place.
 
         Call this method after the weights are loaded and before the optimizer is created. The model object, its device,
@@ -251,11 +251,11 @@ class Method(ABC):
         describes. A second call has no effect and returns the same report.
 
         Args:
-            model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device. If no other attribute
-                of the model specifies the size of its images, the attribute ``image_size`` in pixels is used (default:
-                224).
+            model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device.
             classifier: full names of the classifier's modules (default: timm's classifier). If `model` contains a
                 pretrained network, parts outside of this network are treated as new and are always trained.
+            **structure: `image_size`, `prefix_tokens` and `blocks`, if they are not recognized correctly (see
+                `efficient_ft.models.view.Structure`). The values are stored in `model` and used by all methods.
 
         Returns:
             A report that lists the changed parts and the skipped parts of the model.
@@ -267,9 +267,9 @@ class Method(ABC):
                 a different model. An error leaves the model unchanged, unless a method from another package has
                 returned an invalid report.
             SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
-                `classifier` does not name a module of `model`.
+                `classifier` or `structure` do not fit `model`.
         """
-        state_classifier(model, classifier)
+        state(model, classifier, **structure)
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
@@ -390,14 +390,17 @@ def in_order(methods: Method | Iterable[Method]) -> list[Method]:
 
 
 def apply_methods(
-    model: nn.Module, methods: Method | Iterable[Method], classifier: str | Iterable[str] = ()
+    model: nn.Module,
+    methods: Method | Iterable[Method],
+    classifier: str | Iterable[str] = (),
+    **structure: Unpack[Structure],
 ) -> list[Applied]:
     """Apply several methods to a model in their order of application.
 
     Args:
         model: see `Method.apply`.
         methods: one method or several methods, in any order.
-        classifier: see `Method.apply`.
+        classifier, **structure: see `Method.apply`.
 
     Returns:
         The reports in the order of application. If a later method freezes parameters that a selection method trains,
@@ -411,7 +414,7 @@ def apply_methods(
     check_stack(ordered, model)
     for number, method in enumerate(ordered):
         before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        method.apply(model, classifier)
+        method.apply(model, classifier, **structure)
         _update_reports(ordered[:number], method, model, *before)
     return [m.applied for m in ordered if m.applied is not None]
 

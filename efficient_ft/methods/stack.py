@@ -13,7 +13,7 @@ from torch import nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.methods.declarations import MUST_COME_BEFORE, Adds, Axis, Needs
 from efficient_ft.models.marks import Mark, marks_of
-from efficient_ft.models.view import ModelView
+from efficient_ft.models.view import ModelView, Reason
 
 
 class _Method(Protocol):
@@ -151,7 +151,10 @@ def check_needs(method: _Method, view: ModelView) -> None:
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     if need == Needs.BLOCKS and not view.blocks:
-        return f"no blocks were recognized in {view.name}"
+        return (
+            f"no blocks were recognized in {view.name}. If the network has blocks, pass their names:"
+            " apply(model, blocks='encoder.layers.*')"
+        )
     if need == Needs.CLASSIFIER and not view.head:
         return (
             f"{view.name} has no classifier that can be trained. Create the model with num_classes=N, where N >= 1, or"
@@ -168,8 +171,21 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
                 f"larger than one patch of {view.name} with method {method.name}",
             )
         if view.block_grid is None:
-            return f"the blocks of {view.name} do not share one token grid"
+            return _no_grid(view)
     return None
+
+
+def _no_grid(view: ModelView) -> str:
+    """Return the reason why the blocks of a network do not share one token grid."""
+    inside = tuple(f"{block}." for block in view.blocks)
+    reasons = {str(layer.why_not) for layer in view.layers if layer.name.startswith(inside) and layer.tokens is None}
+    text = f"the blocks of {view.name} do not share one token grid"
+    if len(reasons) == 1 and Reason.NO_GRID.value in (reason := reasons.pop()):
+        return (
+            f"{text}: they receive {reason}, of which {view.prefix_tokens} are prefix tokens. If the network has"
+            " another number of class, distillation and register tokens, pass it: apply(model, prefix_tokens=1)"
+        )
+    return text
 
 
 def no_method(wrong: object) -> SettingError:

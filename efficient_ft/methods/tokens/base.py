@@ -268,7 +268,8 @@ class TokenMethod(Method):
     def refuse_other_blocks(self, view: ModelView, names: Sequence[str], whole: bool = False) -> None:
         """Raise UserError if a block in `names` cannot be split into the two halves that `TokenForward` runs.
 
-        If `whole` is True, blocks that only accept any number of tokens are also allowed. UserError is also raised if a block has its own forward pass or contains a module that another method has added.
+        If `whole` is True, blocks that only accept any number of tokens are also allowed. UserError is also raised if a
+        block has its own forward pass or contains a module that another method has added.
         """
         added = added_modules(view.model)
         for name in names:

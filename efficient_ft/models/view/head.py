@@ -14,12 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from efficient_ft.core.errors import SettingError
 from efficient_ft.models.marks import is_inside
+from efficient_ft.models.view.stated import stated as stated_of
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
-#: Name of the model attribute that stores the full names of the user-specified classifier modules.
-_STATED = "efficient_ft_classifier"
 #: Names of the last layer in networks without timm's `get_classifier`. The first name that exists is used.
 _CLASSIFIERS = ("segmentation_head", "decode_head.classifier", "classifier", "score")
 #: Common names of heads in other networks. All names that exist are used.
@@ -45,7 +43,7 @@ class Head:
 
 def head_of(model: nn.Module) -> Head:
     """Find the head of `model`."""
-    named: tuple[str, ...] = getattr(model, _STATED, ())
+    named: tuple[str, ...] = stated_of(model).get("classifier", ())
     stated = _stated(model)
     if stated and not named:
         return Head(names_of(model, stated))
@@ -142,12 +140,14 @@ def _without(model: nn.Module, name: str, known: frozenset[str]) -> list[str]:
 def _last_parts(model: nn.Module) -> tuple[str, ...]:
     """Return the names of modules that are named like a head, and of modules after the blocks except norm layers.
 
-    If there are no such modules, return the name of the last layer.
+    If there are no such modules, return the name of the last layer, or nothing for networks of `transformers`.
     """
     followers = [name for name in after(model, stages_of(model)[2]) if not is_norm(model.get_submodule(name))]
     named = [name for name in _HEADS if _has_parameters(model, name)]
     if followers or named:
         return tuple(dict.fromkeys([*named, *followers]))
+    if any(kind.__name__ == "PreTrainedModel" for kind in type(model).__mro__):
+        return ()  # a network of `transformers` without a head, such as CLIPVisionModel
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d) and name]
     return tuple(layers[-1:])
 
@@ -168,19 +168,3 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
         return next(model.get_submodule(name).parameters(), None) is not None
     except AttributeError:
         return False
-
-
-def state_classifier(model: nn.Module, classifier: str | Iterable[str]) -> None:
-    """Store the names of the classifier modules on `model`. If `classifier` is empty, the stored names do not change.
-
-    Raises:
-        SettingError: If a module does not exist or has no parameters.
-    """
-    names = (classifier,) if isinstance(classifier, str) else tuple(classifier)
-    with_parameters = [n for n, module in model.named_modules() if n and next(module.parameters(), None) is not None]
-    for name in names:
-        if name not in with_parameters:
-            top = [n for n in with_parameters if "." not in n]
-            raise SettingError("classifier", repr(name), f"a module of {type(model).__name__}: {', '.join(top)}, …")
-    if names:
-        setattr(model, _STATED, names)

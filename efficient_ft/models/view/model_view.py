@@ -14,12 +14,15 @@ from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.head import head_of, networks_in
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
+from efficient_ft.models.view.stated import stated
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: Pattern for the names of attention classes. Blocks with attention and an MLP (``ClassAttentionBlock``) do not match.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
+#: Maximum number of prefix tokens that is inferred from the number of tokens.
+_MOST_PREFIX_TOKENS = 16
 #: Image size (H, W) in pixels for models that do not declare a size.
 _USUAL_SIZE = (224, 224)
 
@@ -41,7 +44,6 @@ class ModelView:
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase for reports that lists the inferred parts, or an empty string if the head was declared.
         tail: Names of the modules that run after the last stage (norms, decoder, head).
-        prefix_tokens: Number of class, distillation and register tokens.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
@@ -52,7 +54,6 @@ class ModelView:
         head = head_of(model)
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
         self.tail: tuple[str, ...] = after(model, container)
-        self.prefix_tokens = prefix_tokens_of(model)
 
     @property
     def name(self) -> str:
@@ -75,6 +76,24 @@ class ModelView:
         return not takes_tokens(self.model) and any(
             _CLASS_TOKEN.search(name) for name, _ in self.model.named_parameters()
         )
+
+    @cached_property
+    def prefix_tokens(self) -> int:
+        """The number of class, distillation and register tokens, which precede the patch tokens.
+
+        If the network does not declare the number, it is the number of tokens that the first layer of the first block
+        receives in addition to the patches.
+        """
+        declared = prefix_tokens_of(self.model)
+        if declared is not None or takes_tokens(self.model):
+            return declared or 0
+        inside = f"{self.blocks[0]}." if self.blocks else ""
+        sequences = (x for name, x in self._probed.inputs.items() if name.startswith(inside) and len(x.shape) == 3)
+        given = next(sequences, None)
+        if given is None or not given.maps:
+            return 0
+        more = given.shape[1] - given.maps[0][0] * given.maps[0][1]
+        return more if 0 < more <= _MOST_PREFIX_TOKENS else 0
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
@@ -117,11 +136,11 @@ class ModelView:
         try:
             return probe(self.model, self.image_size)
         except UserError as error:
-            if self.image_size != _USUAL_SIZE or _stated_size(self.model) is not None:
+            if self.image_size != _USUAL_SIZE or _declared_size(self.model) is not None:
                 raise
             raise UserError(
-                f"{error}\nThe model does not declare its image size. If the model requires another size, set the"
-                " model's attribute image_size first, for example model.image_size = 112."
+                f"{error}\nThe model does not declare its image size. If the model requires another size, pass the"
+                " size in pixels: apply(model, image_size=112)."
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
@@ -156,14 +175,15 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelVi
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
     """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
-    The size is declared by the patch embedding, the pretrained configuration or an attribute of the model. If the model
-    contains a pretrained network, this network may also declare the size. For a text model, return (tokens,), where
-    tokens is the maximum number of tokens in the pretrained configuration, or the number of positions.
+    The size is stated by the user (`state`), or declared by the patch embedding, the pretrained configuration or an
+    attribute of the model. If the model contains a pretrained network, this network may also declare the size. For a
+    text model, return (tokens,), where tokens is the maximum number of tokens in the pretrained configuration, or the
+    number of positions.
     """
-    return _stated_size(model) or _USUAL_SIZE
+    return stated(model).get("image_size") or _declared_size(model) or _USUAL_SIZE
 
 
-def _stated_size(model: nn.Module) -> tuple[int, ...] | None:
+def _declared_size(model: nn.Module) -> tuple[int, ...] | None:
     if takes_tokens(model):
         usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
         return tuple(map(int, (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]))
@@ -195,14 +215,16 @@ _CLASS_TOKEN = re.compile(r"(^|\.)(cls_token|class_token|class_embedding)$")
 _PREFIX_TOKENS = re.compile(rf"{_CLASS_TOKEN.pattern}|(^|\.)(dist_token|distillation_token|register_tokens)$")
 
 
-def prefix_tokens_of(model: nn.Module) -> int:
-    """Return the number of prefix tokens that the network declares.
+def prefix_tokens_of(model: nn.Module) -> int | None:
+    """Return the number of prefix tokens that the user states or that the network declares.
 
-    If the network does not declare the number, count the tokens in its parameters.
+    If the network does not declare the number, count the tokens in its parameters. Return None if there are none.
     """
+    if "prefix_tokens" in stated(model):
+        return int(stated(model)["prefix_tokens"])
     for network in _with_inner(model):
-        stated = getattr(network, "num_prefix_tokens", None)
-        if stated is not None or hasattr(network, "get_classifier"):
-            return int(stated or 0)
+        declared = getattr(network, "num_prefix_tokens", None)
+        if declared is not None or hasattr(network, "get_classifier"):
+            return int(declared or 0)
     tokens = [p for name, p in model.named_parameters() if _PREFIX_TOKENS.search(name)]
-    return sum(1 if p.dim() == 1 else p.shape[1] for p in tokens if p.dim() in (1, 3))
+    return sum(1 if p.dim() == 1 else p.shape[1] for p in tokens if p.dim() in (1, 3)) or None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -168,6 +169,8 @@ def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_hook(hook(name, _window(fake, name)))
     functions = _Functions(fake)
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # logs a traceback before the error is raised
+    disabled, log.disabled = log.disabled, True
     try:
         with mode, torch.no_grad(), token_reduction_suspended(), functions:
             call(fake, size)
@@ -175,6 +178,8 @@ def probe(model: nn.Module, size: tuple[int, ...]) -> Probed:
         raise UserError(
             f"{type(model).__name__} cannot be run on {in_words(size)}: {(str(error).splitlines() or [''])[0]}"
         ) from error
+    finally:
+        log.disabled = disabled
     return Probed(inputs, reach, {name: frozenset(found) for name, found in functions.found.items()})
 
 

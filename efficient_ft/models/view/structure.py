@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
+
+from efficient_ft.models.view.stated import stated
 
 #: Pattern for the class names of normalization layers.
 _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
@@ -55,8 +57,11 @@ def stem_of(model: nn.Module) -> str | None:
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Return the block names of each stage, the names of the other modules of each stage, and the container names.
 
-    A container is a module that contains blocks or stages.
+    A container is a module that contains blocks or stages. If the user states the blocks, the blocks of each container
+    are a stage. The blocks of a single container are divided into four stages.
     """
+    if blocks := stated(model).get("blocks"):
+        return _stages_of_blocks(model, blocks)
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -67,17 +72,40 @@ def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tupl
         top = f"{inside}{held[0]}"
         children = [(f"{top}.{n}", m) for n, m in getattr(owner, held[0]).named_children() if _has_parameters(m)]
         lists = [m for _, m in children if _blocks_of(m) is not None]
-        if lists and all(_holds_blocks(m) for m in lists):
+        # In torchvision's Swin and ConvNeXt, the stages alternate with lists of layers that reduce the feature map.
+        others = [m for m in lists if not _holds_blocks(m)]
+        if len(others) < len(lists) and not any(_is_composite(layer) for m in others for layer in m.children()):
             return (*_split_stages(children), (top,))
-        names = [n for n, _ in children]
-        cuts = [round(len(names) * k / 4) for k in range(5)]
-        quarters = tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
+        quarters = _quarters([n for n, _ in children])
         return quarters, tuple(() for _ in quarters), (top,)
     names = [n for n, _ in owner.named_children()]
     between = names[names.index(held[0]) : names.index(held[-1]) + 1]
     modules = [(f"{inside}{n}", getattr(owner, n)) for n in between if _has_parameters(getattr(owner, n))]
     containers = tuple(f"{inside}{n}" for n in held)
     return (*_split_stages(modules, containers), containers)
+
+
+def _quarters(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Divide the blocks of an isotropic network into four stages of equal size."""
+    cuts = [round(len(names) * k / 4) for k in range(5)]
+    return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
+
+
+def _stages_of_blocks(
+    model: nn.Module, blocks: Sequence[str]
+) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+    """Return the same values as `stages_of` for the stated `blocks`."""
+    holders = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
+    stages = tuple(tuple(name for name in blocks if name.rpartition(".")[0] == holder) for holder in holders)
+    if len(holders) == 1:
+        stages = _quarters(blocks)
+        return stages, tuple(() for _ in stages), tuple(holder or blocks[-1] for holder in holders)
+    extras = []
+    for holder, stage in zip(holders, stages, strict=True):
+        within = model.get_submodule(holder).named_children() if holder else ()
+        others = (f"{holder}.{n}" for n, m in within if _has_parameters(m))
+        extras.append(tuple(n for n in others if n not in stage and not any(b.startswith(f"{n}.") for b in blocks)))
+    return stages, tuple(extras), tuple(holder or blocks[-1] for holder in holders)
 
 
 #: Names of attributes that contain stages or blocks.
@@ -87,7 +115,7 @@ _FEATURES = "features"
 #: Patterns for stages in separate attributes (``layer1``, ``stages_0``, ``s1``). The first matching pattern is used.
 _NUMBERED = ("layer[1-8]", r"stages_\d", r"layers_\d", "s[1-8]", "stage[1-8]", r"denseblock\d", r"level\d", r"block\d+")
 #: Names of attributes that contain the blocks of a stage.
-_BLOCKS_OF_STAGE = ("blocks", "transformer_encoder")
+_BLOCKS_OF_STAGE = ("blocks", "transformer_encoder", "layers")
 #: Names of submodules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
 #: Maximum nesting depth at which `holder_of` searches a network for an encoder.
@@ -140,7 +168,7 @@ def _holds_blocks(stage: nn.Module) -> bool:
     found = _blocks_of(stage)
     if found is None:
         return False
-    parts = [bool(len(list(m.children()))) for m in stage.children() if _has_parameters(m)]
+    parts = [_is_composite(m) for m in stage.children() if _has_parameters(m)]
     return found[0] != "" or 2 * sum(parts) >= len(parts)
 
 
@@ -171,6 +199,8 @@ def _split_stages(
                 others = [f"{name}.{n}" for n, m in rest if _has_parameters(m)]
         extras.append((*before, *others))
         before = []
+    if before and extras:  # layers after the last stage, in the same container
+        extras[-1] = (*extras[-1], *before)
     return tuple(blocks), tuple(extras)
 
 
@@ -187,6 +217,10 @@ def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
         rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
         found += [f"{inside}.{n}" if inside else n for n in rest]
     return tuple(found)
+
+
+def _is_composite(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def _has_parameters(module: nn.Module) -> bool:

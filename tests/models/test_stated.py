@@ -1,0 +1,129 @@
+"""Tests of properties of a network that the user states: image size, prefix tokens and blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torchvision
+from torch import Tensor, nn
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.integrations.session import MethodSession
+from efficient_ft.methods import LBPDCT, LISA, Checkpointing, HeadOnly, PatchDropout, apply_methods
+from efficient_ft.models.view import state, view
+from efficient_ft.models.view.stated import stated
+
+
+class Halves(nn.Module):
+    """A vision transformer whose layers are lists of two halves, with two extra tokens, for images of 32×32 pixels."""
+
+    def __init__(self, depth: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Conv2d(3, 24, 8, 8)
+        self.extra = nn.Parameter(torch.randn(1, 2, 24))
+        self.positions = nn.Parameter(torch.randn(1, 18, 24))
+        self.transformer = nn.Module()
+        self.transformer.parts = nn.ModuleList(
+            nn.ModuleList([nn.Sequential(nn.LayerNorm(24), nn.Linear(24, 24)) for _ in range(2)]) for _ in range(depth)
+        )
+        self.mlp_head = nn.Linear(24, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.embedding(images).flatten(2).mT
+        x = torch.cat([self.extra.expand(len(x), -1, -1), x], 1) + self.positions
+        for first, second in self.transformer.parts:  # type: ignore[union-attr,misc]
+            x = x + first(x)
+            x = x + second(x)
+        return self.mlp_head(x.mean(1))
+
+
+BLOCKS = "transformer.parts.*"
+
+
+def named(blocks: int = 4) -> list[str]:
+    return [f"transformer.parts.{layer}.{half}" for layer in range(blocks) for half in range(2)]
+
+
+def test_an_image_size_that_no_attribute_declares_is_asked_for() -> None:
+    model = Halves()
+    with pytest.raises(UserError, match=r"does not declare its image size.*pass the size in pixels: apply\("):
+        LBPDCT(2).apply(model)
+    report = LBPDCT(2).apply(model, image_size=32)
+    assert len(report.touched) == 8
+    assert view(model).image_size == (32, 32)
+    assert stated(Halves()) == {}
+
+
+def test_prefix_tokens_are_counted_if_no_parameter_has_a_known_name() -> None:
+    model = Halves()
+    state(model, image_size=(32, 32), blocks=named())
+    looked = view(model)
+    assert looked.prefix_tokens == 2
+    assert looked.block_grid == (4, 4)
+    state(model, prefix_tokens=1)
+    assert view(model).block_grid is None
+    with pytest.raises(UserError, match=r"18 tokens without positions on a grid, of which 1 are prefix tokens.*pass"):
+        PatchDropout().apply(model)
+
+
+def test_stated_blocks_are_the_units_of_all_methods() -> None:
+    model = Halves()
+    with pytest.raises(UserError, match=r"no blocks were recognized in Halves.*apply\(model, blocks="):
+        LISA(1).apply(model)
+    with pytest.raises(SettingError, match=r"blocks must be modules with a forward pass, got 'transformer\.parts\.0'"):
+        LISA(1).apply(model, blocks=BLOCKS)
+    LISA(1).apply(model, blocks=named())
+    assert view(model).stages == (tuple(named()[:2]), *(tuple(named()[i : i + 2]) for i in (2, 4, 6)))
+    # Later methods use the same blocks.
+    assert set(Checkpointing().apply(model).touched) == set(named())
+
+
+def test_blocks_of_several_containers_are_stages() -> None:
+    model = torchvision.models.resnet18(num_classes=3)
+    state(model, blocks=["layer1.*", "layer2.*", "layer3.*", "layer4.*"])
+    assert view(model).stages == view(torchvision.models.resnet18()).stages
+    assert view(model).last_stage() == view(torchvision.models.resnet18()).last_stage()
+
+
+@pytest.mark.parametrize(
+    ("structure", "message"),
+    [
+        ({"image_size": 0}, r"image_size must be a number of pixels, or a pair \(height, width\), got 0"),
+        ({"image_size": (224, 224, 3)}, "image_size must be"),
+        ({"image_size": "224"}, "image_size must be"),
+        ({"prefix_tokens": -1}, "prefix_tokens must be an integer >= 0, got -1"),
+        ({"prefix_tokens": True}, "prefix_tokens must be"),
+        (
+            {"blocks": "transformer.layers.*"},
+            "blocks must be a module of Halves: embedding, transformer, .* got 'tr",
+        ),
+        ({"blocks": ["mlp_head", "mlp_head"]}, "blocks must be listed once, got 'mlp_head'"),
+        (
+            {"blocks": ["transformer.parts.0.0", "transformer.parts.0.0.1"]},
+            r"blocks must be outside of the block transformer\.parts\.0\.0, got 'transformer\.parts\.0\.0\.1'",
+        ),
+        ({"classifier": "fc"}, "classifier must be a module of Halves"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(structure: dict[str, Any], message: str) -> None:
+    model = Halves()
+    with pytest.raises(SettingError, match=message):
+        HeadOnly().apply(model, **structure)
+    assert stated(model) == {}
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_an_unknown_argument_is_refused_like_any_python_function_does() -> None:
+    with pytest.raises(TypeError, match="unexpected keyword arguments: size"):
+        HeadOnly().apply(Halves(), size=32)  # type: ignore[call-arg]
+
+
+def test_sessions_and_stacks_pass_the_properties_on() -> None:
+    reports = apply_methods(Halves(), [HeadOnly(), Checkpointing()], image_size=32, blocks=named())
+    assert set(reports[-1].touched) | set(reports[-1].skipped) == set(named())
+    model = Halves()
+    with MethodSession(model, LBPDCT(2), image_size=32, prefix_tokens=2) as session:
+        assert len(session.reports[0].touched) == 8
+        session.loss(model(torch.randn(2, 3, 32, 32)).square().mean()).backward()
