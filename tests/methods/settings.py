@@ -70,7 +70,7 @@ def _adapter(name: str = "lora", **settings: Any) -> Row:
         settings,
         why_no_off="adapters of rank 0 do not exist",
         instead=Instead.SAME_OUTPUT,
-        models=("vit", "efficientformer", "swinv2") if settings["targets"] == "attention" else USUAL,
+        models=("vit", "efficientformer", "swinv2", "rotary") if settings["targets"] == "attention" else USUAL,
         refused={"resnet": "no attention layers"} if settings["targets"] == "attention" else {},
         on_reference=references.lora,
         unreferenced={} if settings["targets"] == "attention" else _ILL_CONDITIONED,
@@ -181,7 +181,7 @@ def _razor(*models: str, **settings: Any) -> Row:
         off=_KEEP_ALL,
         models=models or USUAL,
         on_reference=pruned_reference.back_razor,
-        unreferenced=dict.fromkeys(("efficientformer", "swinv2", "mobilenet"), operations),
+        unreferenced=dict.fromkeys(("efficientformer", "swinv2", "mobilenet", "rotary"), operations),
     )
 
 
@@ -209,9 +209,9 @@ _ROUNDING = "values are rounded at random"
 ROWS = {
     "full": Row(METHODS["full"], off={}, models=("vit",), on_reference="exact"),
     "head": _selection("head", "vit", "efficientformer"),
-    "last_stage": _selection("last_stage", *USUAL),
+    "last_stage": _selection("last_stage", *USUAL, "rotary"),
     "blocks": _selection("blocks", "vit", "swinv2", blocks=[0, -1]),
-    "bitfit": _selection("bitfit", "vit", "swinv2"),
+    "bitfit": _selection("bitfit", "vit", "swinv2", "rotary"),
     "norm_last": _selection("norm_last", "vit", "resnet"),
     "lora": _adapter(rank=2, targets="attention"),
     "lora_all": _adapter(rank=2, targets="all"),
@@ -221,11 +221,11 @@ ROWS = {
     "tinytl_batch_norm": _tinytl(norm="batch", kernel_size=3, groups=4),
     "repnet": _side(),
     "repnet_places": _side(blocks=[1, -1], kernel_size=3, groups=2),
-    "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *USUAL, order=3),
+    "lbp_wht": _low_rank("lbp_wht", {"order": 15}, *USUAL, "rotary", order=3),
     "lbp_wht_zero": _low_rank("lbp_wht", {"order": 8}, "vit", "efficientformer", bases="linf", order=2, padding="zero"),
     "lbp_wht_lhe": _low_rank("lbp_wht", {"order": 15}, "vit", "swinv2", bases="lhe", order=2, profile_steps=1),
-    "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", order=3),
-    "back_razor": _razor(*USUAL, "mobilenet"),
+    "lbp_dct": _low_rank("lbp_dct", {"order": 15}, "vit", "efficientformer", "rotary", order=3),
+    "back_razor": _razor(*USUAL, "mobilenet", "rotary"),
     "back_razor_published": _razor(norm_saves="input", recompute_inputs=False, threshold="exact"),
     "back_razor_exact": _razor("vit", "resnet", threshold="exact"),
     "back_razor_both": _razor(prune="both", sparsity=0.5),
@@ -242,6 +242,7 @@ ROWS = {
         METHODS["checkpointing"],
         {"input_dtype": "int8"},
         off={"input_dtype": "same"},
+        models=(*USUAL, "rotary"),
         on_reference="exact",
         rtol=0.25,
         random=_ROUNDING,
@@ -321,7 +322,7 @@ ROWS = {
         METHODS["lisa"],
         {"num_layers": 1, "interval": 3, "train_embeddings": False},
         off={"num_layers": 4, "train_embeddings": True},
-        models=("vit",),
+        models=("vit", "rotary"),
         on_reference="exact",
     ),
     "top_layers": Row(
@@ -336,7 +337,7 @@ ROWS = {
     "bsr_moe": _experts("bsr_moe", "vit", blocks=[1, -1], drop_at=[1, 2], keep_rate=1.0, norm_topk_prob=True),
     "mesa": _near("mesa", "8 bits are not exact", *USUAL, random=_ROUNDING),
     "low_bit": replace(
-        _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", bits=8),
+        _near("low_bit", "a few bits are not exact", *USUAL, "mobilenet", "rotary", bits=8),
         unreferenced={"mobilenet": "one gradient is smaller than the errors of rounding; their mean is near zero"},
     ),
     "low_bit_auto": replace(
@@ -350,7 +351,7 @@ ROWS = {
         "low_bit", "a few bits are not exact", "vit", rtol=0.4, random=_ROUNDING, bits=2, group=8, rounding="stochastic"
     ),
     "low_bit_unfused": _near("low_bit", "a few bits are not exact", "vit", "swinv2", bits=8, attention="unfused"),
-    "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet"), on_reference="exact"),
+    "compact": Row(METHODS["compact"], off={}, models=(*USUAL, "mobilenet", "rotary"), on_reference="exact"),
     "compact_recomputed": Row(
         METHODS["compact"], {"attention": "recomputed"}, off={}, models=("vit", "swinv2"), on_reference="exact"
     ),
