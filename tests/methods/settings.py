@@ -246,6 +246,7 @@ ROWS = {
         on_reference="exact",
         rtol=0.25,
         random=_ROUNDING,
+        unreferenced={"rotary": "the gradient of the registers is not much larger than the errors of rounding"},
     ),
     "checkpointing_bf16": _near("checkpointing", "the inputs are rounded", "vit", "swinv2", input_dtype="bf16"),
     "checkpointing_int4": _near(
