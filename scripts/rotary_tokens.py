@@ -2,10 +2,11 @@
 
     python scripts/rotary_tokens.py --images DIR --json benchmarks/rotary_tokens.json
 
-DIR has class folders of images of 32×32 pixels in train/ and test/. The script trains a small vision transformer with
-rotary embeddings (64 tokens, 6 blocks) on the first 1,000 training images of each class. It then measures the accuracy
-on the first 200 test images of each class with ToMe and EViT, without further training, for several choices of the
-embedding of a merged or fused token. With --network FILE, the trained network is stored in FILE, or read from FILE.
+DIR must contain train/ and test/, each with one subfolder of 32×32 images per class. The script trains a small vision
+transformer with rotary embeddings (64 tokens, 6 blocks) on the first 1,000 training images of each class. It then
+measures the accuracy on the first 200 test images of each class with ToMe and EViT, without further training, for
+several choices of the embedding of a merged or fused token. With --network FILE, the trained network is saved to FILE.
+If FILE exists, the network is loaded instead of trained.
 """
 
 from __future__ import annotations
@@ -122,13 +123,13 @@ def title(method: Method) -> str:
 def measured() -> Sequence[tuple[Callable[[], Method], dict[str, AbstractContextManager[Any]]]]:
     """Return the methods, and the choices of the embedding of a merged or fused token for each method."""
     merged: dict[str, AbstractContextManager[Any]] = {
-        "of the largest token": nullcontext(),
-        "of the token that others are merged into": mock.patch.object(tome, "representatives", _of_target),
+        "token that represents the most patches": nullcontext(),
+        "token that others are merged into": mock.patch.object(tome, "representatives", _of_target),
         "mean of all tokens": mock.patch.object(TokenForward, "given", _mean),
         "none (no rotation)": mock.patch.object(TokenForward, "given", _without(merged=True)),
     }
     fused: dict[str, AbstractContextManager[Any]] = {
-        "of the most attended token": nullcontext(),
+        "most attended token": nullcontext(),
         "none (no rotation)": mock.patch.object(TokenForward, "given", _without(merged=False)),
     }
     of_tome = [(partial(ToMe, r), merged) for r in (4, 6, 8)]
@@ -160,7 +161,7 @@ def _mean(
 
 
 def _without(merged: bool) -> Callable[..., dict[str, Any]]:
-    """Return a function that returns the inputs with an embedding that rotates by 0 for merged or fused tokens."""
+    """Return a replacement for `TokenForward.given` that does not rotate merged or fused tokens."""
 
     def given(
         self: TokenForward, tokens: Tokens | None, others: Sequence[Any], keywords: Mapping[str, Any]
@@ -182,6 +183,7 @@ def _without(merged: bool) -> Callable[..., dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    # Merges are then recorded for each patch, as the mean embedding requires. The class token alone classifies here.
+    # This patch makes ToMe record the merged token of each patch, which the mean embedding requires. The outputs do not
+    # change, because this network classifies with its class token.
     with mock.patch.object(tome, "classifies_by_class_token", return_value=False):
         main()

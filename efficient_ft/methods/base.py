@@ -254,8 +254,9 @@ class Method(ABC):
             model: image classifier that maps (B, C, H, W) to logits (B, classes), on any device.
             classifier: full names of the classifier's modules (default: timm's classifier). If `model` contains a
                 pretrained network, parts outside of this network are treated as new and are always trained.
-            **structure: `image_size`, `prefix_tokens` and `blocks`, if they are not recognized correctly (see
-                `efficient_ft.models.view.Structure`). The values are stored in `model` and used by all methods.
+            **structure: optional keyword arguments `image_size`, `prefix_tokens` and `blocks`. Pass an argument only if
+                the inferred value is incorrect (see `efficient_ft.models.view.Structure`). The values are stored on
+                `model` and apply to all methods.
 
         Returns:
             A report that lists the changed parts and the skipped parts of the model.
@@ -267,7 +268,7 @@ class Method(ABC):
                 a different model. An error leaves the model unchanged, unless a method from another package has
                 returned an invalid report.
             SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
-                `classifier` or `structure` do not fit `model`.
+                `classifier`, `image_size`, `prefix_tokens` or `blocks` is invalid for `model`.
         """
         state(model, classifier, **structure)
         if self._applied is not None:

@@ -182,8 +182,9 @@ def _no_grid(view: ModelView) -> str:
     text = f"the blocks of {view.name} do not share one token grid"
     if len(reasons) == 1 and Reason.NO_GRID.value in (reason := reasons.pop()):
         return (
-            f"{text}: they receive {reason}, of which {view.prefix_tokens} are prefix tokens. If the network has"
-            " another number of class, distillation and register tokens, pass it: apply(model, prefix_tokens=1)"
+            f"{text}: the patch tokens do not form a grid ({reason}, number of prefix tokens: {view.prefix_tokens}). If"
+            " the number of prefix tokens (class, distillation and register tokens) is incorrect, pass the correct"
+            " number: apply(model, prefix_tokens=N)"
         )
     return text
 

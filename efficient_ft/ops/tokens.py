@@ -103,8 +103,8 @@ def drop(x_BNC: Tensor, scores_BL: Tensor, prefix: int, kept: int, fuse: bool) -
             4; BSR). Gradients flow through both aᵢ and xᵢ.
 
     Returns:
-        Tokens (B, P + K (+ 1), C), and the indices (B, K (+ 1)) of these patch tokens, from 0 to L − 1. The index of
-        the fused token is the index of the dropped token with the highest score.
+        Tokens (B, P + K, C), and the indices (B, K) of the kept patch tokens, from 0 to L − 1. If tokens were fused,
+        the fused token is appended. Its index is that of the dropped token with the highest score.
     """
     patches_BLC = x_BNC[:, prefix:]
     order_BL = largest_first(scores_BL)
@@ -208,7 +208,9 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
 
 @torch.no_grad()
 def representatives(value_BL: Tensor, size_BN: Tensor, index_BN: Tensor, left: int, prefix: int) -> Tensor:
-    """Return for each patch token after `merge` the value of the largest token that was merged into it.
+    """Select a value for each patch token that `merge` returns.
+
+    If tokens were merged, the value of the token that represents the most patches is selected.
 
     Args:
         value_BL: Integer value of each of the L = N − P patch tokens.
@@ -218,7 +220,8 @@ def representatives(value_BL: Tensor, size_BN: Tensor, index_BN: Tensor, left: i
         prefix: Number of prefix tokens, P, which are not merged.
 
     Returns:
-        Values (B, L − r). If two sizes are equal, the value of the later token is used.
+        Values (B, L − r). If several tokens represent the same number of patches, the value of the last of them is
+        selected.
     """
     count = index_BN.shape[1]
     key_BN = size_BN.long() * count + torch.arange(count, device=index_BN.device)
@@ -337,7 +340,7 @@ class Tokens:
     def dropped(self, index_BK: Tensor, positions: int, fuse: bool) -> Tokens:
         """Return the record of the tokens at `index_BK`.
 
-        If `fuse` is True, the last index refers to the token that `drop` appended.
+        If `fuse` is True, the last column of `index_BK` belongs to the fused token.
         """
         grid, rotary = self.grid_index_BL, self.rotary_index_BL
         if rotary is not None:

@@ -283,7 +283,7 @@ class Records:
         return runs
 
     def add(self, run: StudyRun, results: Results, curve: Sequence[EpochPoint] = ()) -> None:
-        """Add the record of a finished run and the `curve` of its epochs, and write the file.
+        """Add the record of a finished run with its learning curve `curve`, and write the file.
 
         Raise a `UserError` if the run used different images.
         """
@@ -449,7 +449,7 @@ def record_of(run: StudyRun, results: Results) -> dict[str, Any]:
 
 
 def curve_of(folder: Path, accuracy: Mapping[str, Any]) -> list[EpochPoint]:
-    """Return one point for each finished epoch of the run in `folder`, or [] if the run has no file of metrics.
+    """Return one point for each finished epoch of the run in `folder`, or [] if the run has no metrics file.
 
     `accuracy` contains the names of the split and of the metric, as in ``results.json``.
     """

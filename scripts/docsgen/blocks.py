@@ -27,10 +27,10 @@ def rotary_tokens() -> str:
     plain, *others = data["rows"]
     rows = [[row["method"], row["embedding"], f"{100 * row['accuracy']:.1f}"] for row in others]
     return (
-        "A small vision transformer with the rotary embeddings of DINOv3 (64 tokens, 6 blocks) was trained on 10,000"
-        f" images of CIFAR-10. Without token reduction, its accuracy on {data['images']:,} test images is"
-        f" {100 * plain['accuracy']:.1f} %. The table shows the accuracy with token reduction, without further"
-        " training:\n\n"
+        "The network is a vision transformer with 6 blocks, 64 patch tokens and the rotary embeddings of DINOv3. It was"
+        " trained on 10,000 images of CIFAR-10. Without token reduction, its accuracy on"
+        f" {data['images']:,} test images is {100 * plain['accuracy']:.1f} %. In the table, token reduction is applied"
+        " after training:\n\n"
         f"{table(['method', 'embedding of a merged or fused token', 'accuracy, %'], rows, left=2)}\n\n"
         "Record: `benchmarks/rotary_tokens.json`."
     )

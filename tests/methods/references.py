@@ -317,7 +317,7 @@ def tome(method: Method, model: nn.Module, parameters: Parameters, images: Tenso
             r = round(settings["r"] * (1 + settings["inflect"] * (2 * number / last - 1)))
             matrices = torch.stack([_merging(keys.double(), r, prefix).to(x.dtype) for keys in k.detach().mean(1)])
             sized = matrices * state["sizes"][:, None]
-            # Of two tokens of equal size, the later one is the largest.
+            # If two tokens have the same size, the later token is used.
             largest = (sized * (1 + 1e-9 * torch.arange(sized.shape[-1], dtype=torch.float64))).argmax(-1)
             embeddings.keep(largest[:, prefix:] - prefix)
             state["sizes"], state["whole"] = sized.sum(-1), matrices @ state["whole"]

@@ -196,7 +196,7 @@ def test_an_own_forward_pass_is_refused_in_every_block_if_there_are_rotary_embed
 
     model = small_eva()
     model.blocks[3].__class__ = Changes
-    with pytest.raises(UserError, match=r"blocks\.3 of Eva \(Changes\) has its own forward pass"):
+    with pytest.raises(UserError, match=r"blocks\.3 of Eva \(Changes\) has a custom forward pass"):
         EViT([1]).apply(model)
 
 

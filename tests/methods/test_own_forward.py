@@ -56,7 +56,7 @@ def test_a_block_with_a_forward_pass_of_its_own_is_refused(method: Method) -> No
     model: Any = small_vit("vit_tiny_patch16_224")
     model.blocks[1].__class__ = Doubled
     before = model.eval()(pictures())
-    with pytest.raises(UserError, match=rf"method {method.name}: the block blocks\.1 of .*\(Doubled\) has its own"):
+    with pytest.raises(UserError, match=rf"method {method.name}: the block blocks\.1 of .*\(Doubled\) has a custom"):
         method.apply(model)
     torch.testing.assert_close(model.eval()(pictures()), before, rtol=0, atol=0)
     model.blocks[1].__class__ = Renamed
@@ -69,7 +69,7 @@ def test_a_block_whose_forward_pass_was_replaced_is_refused(method: Method) -> N
     model: Any = small_vit("vit_tiny_patch16_224")
     own = model.blocks[1].forward
     model.blocks[1].forward = lambda x: 2 * own(x)
-    with pytest.raises(UserError, match=r"has its own forward pass"):
+    with pytest.raises(UserError, match=r"has a custom forward pass"):
         method.apply(model)
 
 

@@ -277,10 +277,10 @@ def test_a_model_that_drops_patches_already_is_refused() -> None:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("vit_relpos_small_patch16_224", "attention uses relative positions"),
+        ("vit_relpos_small_patch16_224", "attention uses relative position biases"),
         ("hiera_small_abswin_256", "attention uses windows and pools tokens"),
         ("mixer_s32_224", "the layers require a fixed number of tokens"),
-        ("samvit_base_patch16", "attention uses windows and relative positions of a grid"),
+        ("samvit_base_patch16", "attention uses windows and relative position biases"),
     ],
 )
 def test_positions_inside_the_blocks_are_refused(architecture: str, message: str) -> None:

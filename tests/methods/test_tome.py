@@ -465,14 +465,14 @@ def test_r_0_is_said_to_be_nothing() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("beit_base_patch16_224", "attention uses relative positions"),
-        ("vit_relpos_small_patch16_224", "attention uses relative positions"),
+        ("beit_base_patch16_224", "attention uses relative position biases"),
+        ("vit_relpos_small_patch16_224", "attention uses relative position biases"),
         ("vit_base_patch16_xp_224", "attention and feed-forward network run in parallel"),
         ("cait_xxs24_224", "not share one token grid"),
         ("mvitv2_tiny", "not share one token grid"),
         ("swin_tiny_patch4_window7_224", "not share one token grid"),
         ("hiera_tiny_224", "attention uses windows and pools tokens"),
-        ("samvit_base_patch16_224", "attention uses windows and relative positions"),
+        ("samvit_base_patch16_224", "attention uses windows and relative position biases"),
         ("mixer_s16_224", "the layers require a fixed number of tokens"),
     ],
 )

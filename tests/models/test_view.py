@@ -163,7 +163,7 @@ class Positions(nn.Module):
 
 def test_a_network_may_state_the_size_of_its_images():
     model = Positions()
-    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* pass the size in pixels: apply"):
+    with pytest.raises(UserError, match=r"on images of 224×224: .*\n.* pass it: apply"):
         _ = view(model).layers
     model.image_size = 112
     assert next(layer.tokens.grid for layer in view(model).layers if layer.name == "layer") == (7, 7)

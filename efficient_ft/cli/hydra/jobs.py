@@ -144,7 +144,7 @@ def _run_in_parallel(
     ended: Callable[[Job], None],
 ) -> None:
     slots = processes.Slots(parallel)
-    printing = threading.Lock()  # A printed line and its line break are two writes, which other threads could separate.
+    printing = threading.Lock()  # `print` writes the text and the line break separately.
 
     def start(title: str, job: Job) -> processes.Ended:
         with slots.taken() as environment:

@@ -155,8 +155,8 @@ class TokenForward(OwnForward):
         name = self.form.rotary
         if name is None or tokens is None or tokens.rotary_index_BL is None or inputs.get(name) is None:
             return inputs
-        # Most networks pass the same embeddings to all blocks. The embeddings are part of the entry, so that they exist
-        # as long as the entry.
+        # Most networks pass the same embeddings to all blocks, so the selected embeddings are cached. The cache also
+        # keeps the original embeddings, so that a new object at the same address is not mistaken for them.
         of, rotary = tokens.cache.get("rotary", (None, None))
         if of is not inputs[name]:
             rotary = rotary_of(inputs[name], tokens.rotary_index_BL)
@@ -168,7 +168,8 @@ class TokenForward(OwnForward):
     ) -> tuple[Tensor, Tokens | None, Mapping[str, Any]]:
         """Return x, the record of its tokens, and the inputs of the block with the embeddings of these tokens.
 
-        Raise UserError if the model is exported by TorchScript, or if the block is called with a mask.
+        Raise UserError if the model is exported by TorchScript, or if the block is called with an unsupported
+        argument, for example a mask.
         """
         if torch.onnx.is_in_onnx_export() and not torch.compiler.is_exporting():
             name = self.method_name
@@ -182,8 +183,8 @@ class TokenForward(OwnForward):
         for name, value in inputs.items():
             if value is not None and value is not False and name != self.form.rotary:
                 raise UserError(
-                    f"{type(self.module).__name__}: tokens cannot be dropped or merged in blocks that are called with"
-                    f" {name}. Use a model without attention masks."
+                    f"{type(self.module).__name__}: the argument {name} is not supported in blocks that drop or merge"
+                    f" tokens. Use a model that does not pass {name} to its blocks."
                 )
         return x, tokens, inputs
 
@@ -268,8 +269,8 @@ class TokenMethod(Method):
     def refuse_other_blocks(self, view: ModelView, names: Sequence[str], whole: bool = False) -> None:
         """Raise UserError if a block in `names` cannot be split into the two halves that `TokenForward` runs.
 
-        If `whole` is True, blocks that only accept any number of tokens are also allowed. UserError is also raised if a
-        block has its own forward pass or contains a module that another method has added.
+        If `whole` is True, blocks that cannot be split but accept any number of tokens are also allowed. UserError is
+        also raised if a block has a custom forward pass or contains a module that another method has added.
         """
         added = added_modules(view.model)
         for name in names:
@@ -289,27 +290,27 @@ class TokenMethod(Method):
             if form is None:
                 if any(form_of(base) for base in type(block).__mro__[1:] if issubclass(base, nn.Module)):
                     raise self._own_forward(view, name)
-                reason = why_not(type(block)) or "their forward pass is not one of the supported forward passes"
+                reason = why_not(type(block)) or "blocks of this class are not supported"
                 raise UserError(
                     f"method {self.name}: tokens cannot be dropped or merged in the blocks of {view.name}"
-                    f" ({type(block).__name__}): {reason}. Use a network whose blocks consist of attention and a"
-                    " feed-forward network over all tokens, such as ViT."
+                    f" ({type(block).__name__}): {reason}. Use a network with supported blocks, for example a ViT from"
+                    " timm or transformers."
                 )
             prefix = getattr(getattr(block, form.attends), "num_prefix_tokens", view.prefix_tokens)
             if form.rotary is not None and prefix != view.prefix_tokens:
                 raise UserError(
-                    f"method {self.name}: the block {name} of {view.name} has no rotary embeddings for its first"
-                    f" {prefix} tokens, but the network has {view.prefix_tokens} prefix tokens. Use a network in which"
-                    " both numbers are equal."
+                    f"method {self.name}: the block {name} of {view.name} treats {prefix} tokens as prefix tokens"
+                    f" without rotary embeddings, but the number of prefix tokens of the network is"
+                    f" {view.prefix_tokens}. If the latter is incorrect, pass the correct number:"
+                    f" apply(model, prefix_tokens={prefix})."
                 )
 
     def _own_forward(self, view: ModelView, name: str) -> UserError:
         block = type(view.model.get_submodule(name)).__name__
         return UserError(
-            f"method {self.name}: the block {name} of {view.name} ({block}) has its own forward pass, which this method"
-            " would replace with the forward pass of the block's base class. Use a network with blocks of the base"
-            " class, or move the change into the attention or the feed-forward network of the block, whose forward"
-            " passes are kept."
+            f"method {self.name}: the block {name} of {view.name} ({block}) has a custom forward pass, which the method"
+            " would bypass. Use the original block, or move the modification into the attention or feed-forward module"
+            " of the block. The forward methods of these modules are still called."
         )
 
     def refuse_unfit_model(self, view: ModelView) -> None:

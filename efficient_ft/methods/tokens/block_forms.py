@@ -23,10 +23,11 @@ class BlockForm:
 
     Attributes:
         attention: names of the submodules of the first half, in order of execution. A name can also refer to a
-            parameter, by which the result is multiplied. Names that the block does not have are skipped.
+            parameter (such as a LayerScale weight), by which the tokens are multiplied. Names that the block does not
+            have are skipped.
         network: names of the submodules of the second half, in the same format.
-        attends: name of the submodule in `attention` that receives the inputs. If this module returns a tuple, the
-            first element is used.
+        attends: name of the submodule in `attention` that receives `inputs` in addition to the tokens. If this module
+            returns a tuple, the first element is used.
         inputs: names of the inputs of the forward pass after the tokens, in order.
         rotary: name of the input that contains the rotary position embeddings of the patch tokens, or None.
     """
@@ -38,7 +39,7 @@ class BlockForm:
     rotary: str | None = None
 
     def named(self, others: Sequence[Any], keywords: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the inputs of a forward pass after the tokens, by name."""
+        """Return all arguments of ``forward`` except the tokens, by name."""
         return {**dict(zip(self.inputs, others, strict=False)), **keywords}
 
     def attend(self, block: nn.Module, x_BNC: Tensor, inputs: Mapping[str, Any]) -> Tensor:
@@ -118,22 +119,22 @@ _WHY_NOT = {
     f"{_TIMM}.vision_transformer.ParallelScalingBlock": "attention and feed-forward network run in parallel",
     f"{_TIMM}.vision_transformer.DiffParallelScalingBlock": "attention and feed-forward network run in parallel",
     f"{_TIMM}.vision_transformer.ParallelThingsBlock": "each half consists of several parallel branches",
-    f"{_TIMM}.beit.Block": "attention uses relative positions",
-    f"{_TIMM}.vision_transformer_relpos.RelPosBlock": "attention uses relative positions",
-    f"{_TIMM}.vision_transformer_relpos.ResPostRelPosBlock": "attention uses relative positions",
+    f"{_TIMM}.beit.Block": "attention uses relative position biases",
+    f"{_TIMM}.vision_transformer_relpos.RelPosBlock": "attention uses relative position biases",
+    f"{_TIMM}.vision_transformer_relpos.ResPostRelPosBlock": "attention uses relative position biases",
     f"{_TIMM}.mlp_mixer.MixerBlock": "the layers require a fixed number of tokens",
     f"{_TIMM}.mlp_mixer.ResBlock": "the layers require a fixed number of tokens",
     f"{_TIMM}.mlp_mixer.SpatialGatingBlock": "the layers require a fixed number of tokens",
-    f"{_TIMM}.levit.LevitBlock": "attention uses relative positions",
-    f"{_TIMM}.cait.LayerScaleBlock": "attention mixes the attention maps of its heads",
-    f"{_TIMM}.vision_transformer_sam.Block": "attention uses windows and relative positions of a grid",
+    f"{_TIMM}.levit.LevitBlock": "attention uses relative position biases",
+    f"{_TIMM}.cait.LayerScaleBlock": "attention maps are mixed across heads (talking-heads attention)",
+    f"{_TIMM}.vision_transformer_sam.Block": "attention uses windows and relative position biases",
     f"{_TIMM}.hiera.HieraBlock": "attention uses windows and pools tokens",
     f"{_TIMM}.swin_transformer.SwinTransformerBlock": "attention uses windows of a grid",
     f"{_TIMM}.swin_transformer_v2.SwinTransformerV2Block": "attention uses windows of a grid",
     "torchvision.models.vision_transformer.EncoderBlock": (
-        "attention is computed by nn.MultiheadAttention, which does not return the keys"
+        "nn.MultiheadAttention does not expose its queries and keys"
     ),
-    f"{_HF}.beit.modeling_beit.BeitLayer": "attention uses relative positions",
+    f"{_HF}.beit.modeling_beit.BeitLayer": "attention uses relative position biases",
     f"{_HF}.swin.modeling_swin.SwinLayer": "attention uses windows of a grid",
 }
 
@@ -177,8 +178,9 @@ def rotary_of(rotary: Any, index_BK: Tensor) -> Any:
     """Return the rotary embeddings of the patch tokens at `index_BK`.
 
     Args:
-        rotary: a tensor, or a tuple of tensors, of shape (L, E) or (H, L, E) for all images, or (B, 1, L, E) or
-            (B, H, L, E) for each image. L is the number of patch tokens before any token is removed.
+        rotary: a tensor or a tuple of tensors. The shape is (L, E) or (H, L, E) if all images share the embeddings.
+            Otherwise, the shape is (B, 1, L, E) or (B, H, L, E). L is the number of patch tokens before any token is
+            removed.
         index_BK: index of the embedding of each remaining patch token.
 
     Returns:
@@ -198,7 +200,7 @@ def _taken(embedding: Tensor, index_BK: Tensor) -> Tensor:
 def positions_in(block: nn.Module, others: Sequence[Any], keywords: Mapping[str, Any]) -> int | None:
     """Return the number L of rotary embeddings that a block receives, or None if it receives none.
 
-    `others` and `keywords` are the inputs of the block after the tokens.
+    `others` and `keywords` are the positional and keyword arguments of the block's ``forward``, except the tokens.
     """
     form = form_of(type(block))
     if form is None or form.rotary is None:

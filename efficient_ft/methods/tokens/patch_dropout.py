@@ -63,7 +63,7 @@ class PatchDropout(TokenMethod):
     """Train on a random subset of the patch tokens of each image (PatchDropout: Liu et al., WACV 2023).
 
     In each training step, the first block receives the fraction ``keep_rate`` of the patch tokens of each image.
-    Absolute position embeddings are added before tokens are dropped, and rotary position embeddings are those of the
+    Absolute position embeddings are added before tokens are dropped. Rotary position embeddings are selected for the
     remaining tokens. The subset is sampled uniformly for each image. Prefix
     tokens (class token, distillation token, registers) are always kept. In evaluation, all patches are used.
 
@@ -80,7 +80,7 @@ class PatchDropout(TokenMethod):
         SettingError: If `keep_rate` is out of range. Raised by `apply` if the images have so few patches that no patch
             would be dropped.
         UserError: Raised by `apply` if the model has no blocks or no token grid, if its blocks are not supported
-            (relative positions, side modules), or if the model already drops patches (``patch_drop_rate`` in
+            (relative position biases, side modules), or if the model already drops patches (``patch_drop_rate`` in
             `timm`).
     """
 

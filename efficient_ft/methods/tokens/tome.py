@@ -161,8 +161,8 @@ class ToMe(TokenMethod):
 
     The prefix tokens, the remaining tokens of the first set, and the second set are then concatenated in this order, as
     in the paper. This order affects only how the next block assigns tokens to the two sets. In blocks with rotary
-    position embeddings, a merged token has the embedding of the token that represents the most patches. Blocks whose
-    attention uses relative position biases are rejected.
+    position embeddings, a merged token keeps the embedding of the token that represents the most patches. Blocks with
+    relative position biases are rejected.
 
     Tokens are merged in training and in evaluation. The names of the weights do not change, but the trained model must
     be used with the same merging settings. Exported files contain the settings of the merging. The model does not

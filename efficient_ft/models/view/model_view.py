@@ -67,7 +67,7 @@ class ModelView:
 
     @property
     def has_class_token(self) -> bool:
-        """Return True if the model has a class token, which is then the first token."""
+        """Return True if the model has a class token. The class token is the first token."""
         for network in _with_inner(self.model):
             if getattr(network, "cls_token", None) is not None:
                 return True
@@ -81,8 +81,9 @@ class ModelView:
     def prefix_tokens(self) -> int:
         """The number of class, distillation and register tokens, which precede the patch tokens.
 
-        If the network does not declare the number, it is the number of tokens that the first layer of the first block
-        receives in addition to the patches.
+        A number that the user specifies takes precedence over a number that the network declares or that its parameters
+        contain. Otherwise, the number is the length of the sequence in the first block minus the number of patches. A
+        difference of more than 16 tokens is ignored, and the result is 0.
         """
         declared = prefix_tokens_of(self.model)
         if declared is not None or takes_tokens(self.model):
@@ -136,11 +137,12 @@ class ModelView:
         try:
             return probe(self.model, self.image_size)
         except UserError as error:
-            if self.image_size != _USUAL_SIZE or _declared_size(self.model) is not None:
+            known = stated(self.model).get("image_size") or _declared_size(self.model)
+            if self.image_size != _USUAL_SIZE or known is not None:
                 raise
             raise UserError(
-                f"{error}\nThe model does not declare its image size. If the model requires another size, pass the"
-                " size in pixels: apply(model, image_size=112)."
+                f"{error}\nThe model does not declare an image size, so 224×224 was used. If the model requires a"
+                " different size, pass it: apply(model, image_size=112)."
             ) from error
 
     def last_stage(self) -> tuple[str, ...]:
@@ -193,7 +195,8 @@ def _declared_size(model: nn.Module) -> tuple[int, ...] | None:
             size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
             size = None if None in size else size
         config = getattr(network, "config", None)
-        # for torchvision's ViT, for models of transformers, and for their models that also contain a text model
+        # torchvision's ViT has `image_size`, models of transformers have `config.image_size`, and their models for
+        # images and texts have `config.vision_config.image_size`.
         for owner in (network, config, getattr(config, "vision_config", None)):
             size = getattr(owner, "image_size", None) if size is None else size
         if isinstance(size, int):
@@ -218,7 +221,8 @@ _PREFIX_TOKENS = re.compile(rf"{_CLASS_TOKEN.pattern}|(^|\.)(dist_token|distilla
 def prefix_tokens_of(model: nn.Module) -> int | None:
     """Return the number of prefix tokens that the user states or that the network declares.
 
-    If the network does not declare the number, count the tokens in its parameters. Return None if there are none.
+    If the network does not declare the number, count the tokens in its parameters. Return None if no
+    parameter is recognized as a prefix token.
     """
     if "prefix_tokens" in stated(model):
         return int(stated(model)["prefix_tokens"])

@@ -1,4 +1,4 @@
-"""Properties of a network that the user states, because the view cannot read them from the network.
+"""User-specified properties of a network. They take precedence over properties that are inferred from the network.
 
 The properties are stored as an attribute of the network, so that all views of the network use them.
 """
@@ -17,13 +17,17 @@ _ATTRIBUTE = "efficient_ft_stated"
 
 
 class Structure(TypedDict, total=False):
-    """Keyword arguments that describe a network. Arguments that are missing or None are read from the network.
+    """Keyword arguments that describe the structure of a network.
+
+    If an argument is omitted or None, the value from an earlier call is used. Without an earlier value, the property is
+    inferred from the network.
 
     Attributes:
         image_size: height and width of the images in pixels, or one number for square images.
         prefix_tokens: number of class, distillation and register tokens, which precede the patch tokens.
         blocks: full names of the blocks, in forward order. A block is the unit that methods train, checkpoint or skip.
-            A name that ends with ``.*`` refers to all submodules of a module: ``blocks="encoder.layers.*"``.
+            A name that ends with ``.*`` selects the direct children of a module that have parameters, for example
+            ``"encoder.layers.*"``.
     """
 
     image_size: int | tuple[int, int] | None
@@ -32,9 +36,9 @@ class Structure(TypedDict, total=False):
 
 
 def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: Any) -> None:
-    """Check the stated properties of `model` and store them.
+    """Validate user-specified properties of a network, and store them on `model`.
 
-    Properties that are missing, None or empty do not change.
+    Properties that are omitted, None or empty do not change.
 
     Args:
         model: the network.
@@ -43,10 +47,12 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
 
     Raises:
         SettingError: If a value is invalid, or if a module does not exist or has no parameters.
+        TypeError: If `structure` contains an unknown argument.
     """
     unknown = set(structure) - Structure.__optional_keys__
     if unknown:
-        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}")
+        known = ", ".join(sorted({"classifier", *Structure.__optional_keys__}))
+        raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}. Valid arguments are {known}.")
     found: dict[str, Any] = {}
     if names := _names(classifier):
         found["classifier"] = _modules(model, "classifier", names)
@@ -64,7 +70,7 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
 
 
 def stated(model: nn.Module) -> dict[str, Any]:
-    """Return the stored properties of `model`: `classifier`, `image_size`, `prefix_tokens` and `blocks`."""
+    """Return the user-specified properties of `model`: `classifier`, `image_size`, `prefix_tokens` and `blocks`."""
     found: dict[str, Any] = vars(model).get(_ATTRIBUTE, {})
     return found
 
@@ -76,7 +82,7 @@ def _names(given: str | Iterable[str]) -> tuple[str, ...]:
 def _size(given: Any) -> tuple[int, int]:
     size = (given, given) if type(given) is int else tuple(given) if isinstance(given, tuple | list) else ()
     if len(size) != 2 or not all(type(side) is int and side > 0 for side in size):
-        raise SettingError("image_size", repr(given), "a number of pixels, or a pair (height, width)")
+        raise SettingError("image_size", repr(given), "an integer >= 1 or a pair (height, width) of such integers")
     return size[0], size[1]
 
 
@@ -86,7 +92,9 @@ def _modules(model: nn.Module, setting: str, names: tuple[str, ...]) -> tuple[st
     for name in names:
         if name not in with_parameters:
             top = [n for n in with_parameters if "." not in n]
-            raise SettingError(setting, repr(name), f"a module of {type(model).__name__}: {', '.join(top)}, …")
+            what = "a module" if setting == "classifier" else "names of modules"
+            known = f"{what} of {type(model).__name__} with parameters ({', '.join(top)}, …)"
+            raise SettingError(setting, repr(name), known)
     return names
 
 
@@ -100,11 +108,10 @@ def _blocks(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
     for name in every:
         module = model.get_submodule(name)
         if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):
-            raise SettingError(
-                "blocks", repr(name), "modules with a forward pass", f"{type(module).__name__} only contains modules."
-            )
+            hint = f"{type(module).__name__} is only a container. Pass the names of its submodules ({name}.*)."
+            raise SettingError("blocks", repr(name), "names of modules with a forward method", hint)
         if outer := next((other for other in every if name.startswith(f"{other}.")), None):
-            raise SettingError("blocks", repr(name), f"outside of the block {outer}")
+            raise SettingError("blocks", repr(name), "not nested", f"It is inside of {outer!r}. Pass one of the two.")
     if twice := next((name for name in every if every.count(name) > 1), None):
-        raise SettingError("blocks", repr(twice), "listed once")
+        raise SettingError("blocks", repr(twice), "unique", "The name occurs more than once.")
     return tuple(every)

@@ -57,8 +57,8 @@ def stem_of(model: nn.Module) -> str | None:
 def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
     """Return the block names of each stage, the names of the other modules of each stage, and the container names.
 
-    A container is a module that contains blocks or stages. If the user states the blocks, the blocks of each container
-    are a stage. The blocks of a single container are divided into four stages.
+    A container is a module that contains blocks or stages. If the user specifies the blocks, the blocks of each
+    container form one stage. If all blocks are in one container, they are divided into four stages.
     """
     if blocks := stated(model).get("blocks"):
         return _stages_of_blocks(model, blocks)
