@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,6 +181,37 @@ def time_to_accuracy() -> Curves:
     return Curves(found)
 
 
+class Convergence(NamedTuple):
+    """Training loss and validation accuracy after each epoch, by row."""
+
+    rows: dict[str, tuple[list[float], list[float]]]
+
+    def draw(self) -> Figure:
+        figure = Figure((9, 4), layout="constrained")
+        colors = [color for color in COLORS if color not in (GRID, GRAY)]
+        for number, title in enumerate(("training loss", "validation accuracy, %")):
+            axes = figure.add_subplot(1, 2, number + 1, title=title, xlabel="epoch")
+            for color, (label, curves_of_row) in zip(colors, self.rows.items(), strict=False):
+                values = curves_of_row[number]
+                axes.plot(range(1, len(values) + 1), values, color=color, label=label)
+            axes.set_xlim(1)
+            if number:
+                axes.legend(loc="lower right", frameon=False)
+        return figure
+
+
+def convergence() -> Convergence:
+    """Return the mean curves over the seeds of rows of the study on Stanford Cars."""
+    rows = {}
+    for row, label in LABELS["convergence"].items():
+        runs = [run["curve"] for run in studies.records("deit_tiny_cars49").finished(row) if "curve" in run]
+        if runs:
+            loss, accuracy = ([statistics.fmean(point[key] for point in epoch) for epoch in zip(*runs, strict=True)]
+                              for key in ("loss", "accuracy"))  # fmt: skip
+            rows[label] = (loss, [100 * value for value in accuracy])
+    return Convergence(rows)
+
+
 class Packages(NamedTuple):
     """Layers of packages from the lowest to the highest, and the lower packages that each package imports directly."""
 
@@ -211,6 +243,7 @@ FIGURES: dict[str, Callable[[], Any]] = {
     "time-memory": time_memory,
     "study-front": study_front,
     "time-to-accuracy": time_to_accuracy,
+    "convergence": convergence,
     "architecture": lambda: Packages(graph.layers(), {name: graph.direct(name) for name in graph.imports()}),
 }
 
