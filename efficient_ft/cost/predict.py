@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from efficient_ft.core.allocator import KEEPING
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.fake import FakeTensors
 from efficient_ft.cost.meter import Meter, storages
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import AUTOCAST, StepSpec
@@ -254,7 +254,7 @@ def _forward(
     fake: bool,
 ) -> Forward:
     spec, task = probe.spec, probe.spec.task
-    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext() as mode:
+    with FakeTensors() if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
         model.eval()
         inputs = task.example_inputs(samples, spec.in_chans, size)

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from efficient_ft.core.distributed import local_only
+from efficient_ft.core.fake import FakeTensors
 from efficient_ft.cost.meter import LayerFlops, LiveTensor, Meter, Phase, SavedTensors, storages
 from efficient_ft.cost.step import BuildOptimizer, StepMethods, StepSpec, forward_and_loss
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
@@ -107,7 +108,7 @@ class Probe:
         For each step, `which` contains the number of the step, and True if attention runs without fused kernels. If
         `layers` is True, FLOPs are also attributed to modules. If `backward` is False, each step ends after the loss.
         """
-        with FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext() as mode:
+        with FakeTensors() if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
             batch = self.spec.example(images)
             optimizer = self._optimizer(model) if backward else None
@@ -124,7 +125,7 @@ class Probe:
 
     def optimizer_bytes(self) -> int:
         """Return the size of the optimizer's state in bytes after an update of all trainable parameters."""
-        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        with FakeTensors() as mode:
             model, _ = self.copy(mode)
             optimizer = self._optimizer(model)
             return 0 if optimizer is None else sum(storages(state_tensors(optimizer)).values())

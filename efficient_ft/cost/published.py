@@ -39,10 +39,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.fake import FakeTensors
 from efficient_ft.cost.meter import storage_id
 from efficient_ft.cost.probe import FakeCopyOnCPU
 from efficient_ft.cost.step import StepSpec, require_positive
@@ -261,7 +261,7 @@ def operations(
     StepSpec(1, input_size, in_chans=in_chans, task=task)  # raises an error if a size is out of range
     if blocks is None:
         blocks = view(model, tuple(input_size)).blocks
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode(False), torch.enable_grad():
+    with FakeTensors() as mode, torch.inference_mode(False), torch.enable_grad():
         with FakeCopyOnCPU(mode):
             probe = copy.deepcopy(model)
         probe.eval()  # the formula ignores dropout, and methods of the memory axis only act in training

@@ -38,7 +38,7 @@ from efficient_ft.methods.stack import check_needs, check_removal, check_stack, 
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
-from efficient_ft.models.view import ModelView, Skipped, Structure, state, view
+from efficient_ft.models.view import ModelView, Skipped, Structure, restore, state, stated, view
 from efficient_ft.models.weight_dtype import to_float32
 
 #: Name of the distribution (pip package) that contains this package.
@@ -270,13 +270,21 @@ class Method(ABC):
             SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
                 `classifier`, `image_size`, `prefix_tokens` or `blocks` is invalid for `model`.
         """
-        state(model, classifier, **structure)
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
                     f"method {self.name}: this object is applied to another model. Create a new object for this model."
                 )
             return self._applied
+        before = stated(model)
+        state(model, classifier, **structure)
+        try:
+            return self._apply_once(model)
+        except Exception:
+            restore(model, before)
+            raise
+
+    def _apply_once(self, model: nn.Module) -> Applied:
         refuse_wrapped(model, self.name)
         check_stack([self], model)
         looked = view(model)
@@ -421,7 +429,10 @@ def apply_methods(
 
 
 def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Return the report, with a note if the method freezes parameters and the head of the model was inferred."""
+    """Return the report, with notes on the inferred head and on the inferred prefix tokens if the method uses them."""
+    if view.prefix_note and (Needs.TOKEN_GRID in method.needs or Adds.LOW_RANK_LAYERS in method.adds):
+        summary = f"{report.summary}; {view.prefix_note}" if report.summary else ""
+        report = replace(report, summary=summary, notes=(*report.notes, view.prefix_note))
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
         return report

@@ -100,6 +100,7 @@ class _Diverged(_Run):
 class EpochPoint(TypedDict):
     """Mean training loss of an epoch, and the accuracy after the epoch on the split that selects the best epoch."""
 
+    epoch: int
     loss: float
     accuracy: float
 
@@ -456,7 +457,7 @@ def curve_of(folder: Path, accuracy: Mapping[str, Any]) -> list[EpochPoint]:
     name = f"{accuracy['split']}_{accuracy.get('metric', 'accuracy')}"
     epochs = [row for row in MetricsFile(folder).read() if "train_loss_epoch" in row]
     return [
-        EpochPoint(loss=round(row["train_loss_epoch"], 5), accuracy=round(row[name], 5))
+        EpochPoint(epoch=row["epoch"], loss=round(row["train_loss_epoch"], 5), accuracy=round(row[name], 5))
         for row in epochs
         if name in row
     ]

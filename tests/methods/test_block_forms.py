@@ -201,8 +201,32 @@ def test_an_own_forward_pass_is_refused_in_every_block_if_there_are_rotary_embed
 
 
 def test_the_methods_train_on_images_of_another_size() -> None:
+    other = torch.randn(2, 3, 48, 24, dtype=torch.float64)
+    plain, own = small_eva(dynamic_img_size=True).eval(), small_eva(dynamic_img_size=True).eval()
+    EViT([0, 2], keep_rate=1.0).apply(own)
+    torch.testing.assert_close(own(other), plain(other), rtol=1e-10, atol=1e-12)
     for method in (ToMe(4), EViT([1]), PatchDropout(0.5)):
         model = small_eva(dynamic_img_size=True)
         method.apply(model)
-        model(torch.randn(2, 3, 48, 24, dtype=torch.float64)).square().sum().backward()
+        model(other).square().sum().backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_recomputation_by_timm_gives_the_same_gradients(name: str) -> None:
+    for make in (partial(EViT, [0, 2]), partial(ToMe, 4), partial(PatchDropout, 0.5)):
+        found = []
+        for recomputes in (False, True):
+            model = small_eva(**NETWORKS[name])
+            make().apply(model)
+            model.set_grad_checkpointing(recomputes)
+            torch.manual_seed(2)
+            model.train()(images()).square().sum().backward()
+            found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        for parameter, grad in found[0].items():
+            torch.testing.assert_close(found[1][parameter], grad, rtol=1e-10, atol=1e-12, msg=parameter)
+
+
+def test_all_blocks_with_rotary_embeddings_must_be_stated() -> None:
+    with pytest.raises(UserError, match=r"blocks must be a list of all blocks with rotary embeddings \(blocks\.2, …\)"):
+        EViT([0]).apply(small_eva(), blocks=["blocks.0", "blocks.1"])

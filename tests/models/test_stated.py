@@ -105,6 +105,9 @@ def test_blocks_of_several_containers_are_stages() -> None:
             r"blocks must be not nested, got 'transformer\.parts\.0\.0\.1'",
         ),
         ({"classifier": "fc"}, "classifier must be a module of Halves"),
+        ({"blocks": "mlp_head.*"}, r"blocks must be names of modules with parameters \(mlp_head contains none\)"),
+        ({"blocks": 3}, "blocks must be a name of a module, or a list of names, got 3"),
+        ({"blocks": [nn.Linear(2, 2)]}, "blocks must be a name of a module, or a list of names, got Linear"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(structure: dict[str, Any], message: str) -> None:
@@ -127,3 +130,33 @@ def test_sessions_and_stacks_pass_the_properties_on() -> None:
     with MethodSession(model, LBPDCT(2), image_size=32, prefix_tokens=2) as session:
         assert len(session.reports[0].touched) == 8
         session.loss(model(torch.randn(2, 3, 32, 32)).square().mean()).backward()
+
+
+def test_an_error_leaves_the_properties_as_they_were() -> None:
+    model = Halves()
+    state(model, image_size=32, blocks=named())
+    with pytest.raises(UserError, match="do not form a grid"):
+        PatchDropout().apply(model, prefix_tokens=1)
+    assert "prefix_tokens" not in stated(model)
+    lisa = LISA(1)
+    lisa.apply(model)
+    lisa.apply(model, blocks=named(2))  # a second call has no effect
+    assert view(model).blocks == tuple(named())
+
+
+def test_an_inferred_number_of_prefix_tokens_is_reported() -> None:
+    assert "2 tokens are assumed to precede the patches" in str(LBPDCT(2).apply(Halves(), image_size=32))
+    assert "assumed" not in str(LBPDCT(2).apply(Halves(), image_size=32, prefix_tokens=2))
+
+
+def test_blocks_inside_a_module_with_the_first_convolution_are_not_the_stem() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Halves()
+
+        def forward(self, images: Tensor) -> Tensor:
+            return self.net(images)
+
+    report = LBPDCT(2).apply(Outer(), image_size=32, blocks=[f"net.{name}" for name in named()])
+    assert len(report.touched) == 8

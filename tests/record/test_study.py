@@ -74,7 +74,7 @@ def test_a_record_contains_the_curve_of_its_run(folder: Path) -> None:
             {"step": 3 * epoch, "epoch": epoch, "train_loss_epoch": 1 / epoch, "val_accuracy": epoch / 3, "val_loss": 1}
         )
     curve = study.curve_of(folder, {"split": "val"})
-    assert curve == [{"loss": 1.0, "accuracy": 0.33333}, {"loss": 0.5, "accuracy": 0.66667}]
+    assert curve == [{"epoch": 1, "loss": 1.0, "accuracy": 0.33333}, {"epoch": 2, "loss": 0.5, "accuracy": 0.66667}]
     records = Records(folder)
     run = records.tuning_runs(["full"])[0]
     records.add(run, results(0.5), curve)

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.fake import FakeTensors
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.methods.tokens.block_forms import (
@@ -139,6 +141,7 @@ class TokenForward(OwnForward):
         if any(isinstance(inner, TokenForward) for inner in self.all_inside()):
             result: Tensor = self.within(x, *args, **kwargs)
             return result
+        self.refuse_checkpointing()
         x, tokens = pop_tokens(x)
         with token_context(tokens):
             if self.form.rotary is None:
@@ -160,8 +163,19 @@ class TokenForward(OwnForward):
         of, rotary = tokens.cache.get("rotary", (None, None))
         if of is not inputs[name]:
             rotary = rotary_of(inputs[name], tokens.rotary_index_BL)
-            tokens.cache["rotary"] = (inputs[name], rotary)
+            # Recomputation must save the same tensors as the forward pass, so trained embeddings are not cached.
+            if not any(leaf.requires_grad for leaf in tree_leaves(inputs[name])):
+                tokens.cache["rotary"] = (inputs[name], rotary)
         return {**inputs, name: rotary}
+
+    def refuse_checkpointing(self) -> None:
+        """Raise UserError if the gradient checkpointing of `transformers` is enabled, which this class does not run."""
+        if getattr(self.module, "gradient_checkpointing", False) and self.module.training and torch.is_grad_enabled():
+            raise UserError(
+                f"method {self.method_name}: gradient checkpointing of transformers cannot be combined with methods"
+                " that drop or merge tokens. Call model.gradient_checkpointing_disable(), and use the method"
+                " checkpointing instead."
+            )
 
     def popped(
         self, x: Tensor, others: Sequence[Any], keywords: Mapping[str, Any]
@@ -178,9 +192,11 @@ class TokenForward(OwnForward):
                 f" Use dynamo=True, or remove the method first: {name}.remove(model). The exported model then uses all"
                 " tokens."
             )
+        self.refuse_checkpointing()
         x, tokens = pop_tokens(x)
         inputs = self.given(tokens, others, keywords)
-        for name, value in inputs.items():
+        for name in self.form.inputs:  # transformers passes further keywords that do not change the computation
+            value = inputs.get(name)
             if value is not None and value is not False and name != self.form.rotary:
                 raise UserError(
                     f"{type(self.module).__name__}: the argument {name} is not supported in blocks that drop or merge"
@@ -190,7 +206,7 @@ class TokenForward(OwnForward):
 
     def record(self, x: Tensor, tokens: Tokens | None, inputs: Mapping[str, Any]) -> Tokens:
         """Return `tokens`, or the record of all tokens if no token was removed before this block."""
-        return tokens or Tokens.full(x, self.prefix, self.positions, positions_in(self.module, (), inputs))
+        return tokens or Tokens.full(x, self.prefix, self.positions, positions_in(self.form, inputs))
 
     def first_half(self, x: Tensor, inputs: Mapping[str, Any], observer: TorchFunctionMode | None) -> Tensor:
         """Return x plus the attention output. If `observer` is given, attention runs inside this context manager."""
@@ -226,7 +242,12 @@ class DroppingForward(TokenForward):
 
     def drop(self, x: Tensor, attention: Attention, tokens: Tokens) -> tuple[Tensor, Tokens]:
         """Drop the tokens with the lowest recorded attention, and return the remaining tokens and their record."""
-        assert attention.scores_BL is not None, "no attention was recorded"
+        if attention.scores_BL is None:
+            raise UserError(
+                f"method {self.method_name}: the attention of {type(self.module).__name__} was not found, because it"
+                " computes neither scaled_dot_product_attention nor a softmax. Use another implementation of attention"
+                " (in transformers: attn_implementation='sdpa')."
+            )
         count = attention.scores_BL.shape[1]
         kept = self.keep(count)
         with packing_suspended():
@@ -244,6 +265,24 @@ def grid_positions(view: ModelView) -> int:
 def block_channels(view: ModelView, block: str) -> int:
     """Return the number C of channels of the tokens (B, N, C) that a block receives."""
     return next(layer.channels[0] for layer in view.layers if layer.name.startswith(f"{block}."))
+
+
+def classifies_by_class_token(model: nn.Module) -> bool:
+    """Return True if `model` is a `timm` model whose classifier uses only prefix tokens.
+
+    Models from other packages are excluded, because they may use patch tokens although they have the same attributes.
+    """
+    by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
+    return by_token and type(model).__module__.startswith("timm.models.")
+
+
+def run_dropping(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int], dict[str, Any]]) -> None:
+    """Run a block on N tokens, drop one token, and run the block on the other tokens."""
+    patches = x.shape[1] - prefix
+    place = Place("dropping", prefix, patches, True)
+    for given in (x, x[:, :-1]):
+        count = given.shape[1] - prefix
+        DroppingForward(block, place, lambda count: count - 1, False)(given, **inputs(count))
 
 
 class _Refused:
@@ -324,7 +363,10 @@ class TokenMethod(Method):
         raise errors[0]
 
     def refuse_fixed_tokens(
-        self, view: ModelView, run: Callable[[nn.Module, Tensor, int, Callable[[int], dict[str, Any]]], None]
+        self,
+        view: ModelView,
+        run: Callable[[nn.Module, Tensor, int, Callable[[int], dict[str, Any]]], None],
+        names: Sequence[str] | None = None,
     ) -> None:
         """Raise UserError unless each block accepts tokens of shape (B, N, C) for every N.
 
@@ -335,9 +377,10 @@ class TokenMethod(Method):
             run: function that runs a block in the same way as the method, once on all tokens (1, N, C) and once on
                 fewer tokens. The function is called with the block, the tokens, the number of prefix tokens, and a
                 function that returns the other inputs of the block for a number of patch tokens.
+            names: names of the blocks to check. The default is all blocks.
         """
-        mode, positions = FakeTensorMode(allow_non_fake_inputs=True), grid_positions(view)
-        for name in view.blocks:
+        mode, positions = FakeTensors(), grid_positions(view)
+        for name in view.blocks if names is None else names:
             block = view.model.get_submodule(name)
             like = next(block.parameters())
             channels = block_channels(view, name)
@@ -367,6 +410,11 @@ class TokenMethod(Method):
         positions = grid_positions(view)
         if any(form.rotary for form in (form_of(type(model.get_submodule(name))) for name in view.blocks) if form):
             self.refuse_other_blocks(view, view.blocks)  # every block receives the embeddings of its tokens
+            forms = ((name, form_of(type(module))) for name, module in model.named_modules())
+            for name in (name for name, form in forms if form and form.rotary and name not in view.blocks):
+                raise SettingError(
+                    "blocks", repr(view.blocks), f"a list of all blocks with rotary embeddings ({name}, …)"
+                )
         for function in _ALL_TOKENS:
             if hasattr(model, function):
                 setattr(model, function, _Refused(self.name, function))

@@ -163,15 +163,25 @@ def why_not(block: type[nn.Module]) -> str | None:
     return _WHY_NOT.get(_owner(block.forward))
 
 
-def _owner(forward: Callable[..., Any]) -> str:
+def _owner(forward: Callable[..., Any] | None) -> str:
     """Return the full name of the class that defines a forward pass, or "" if the class cannot be found.
 
     The name is compared with the function in the module, so that a function with a copied name is not accepted.
     """
-    name = f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
-    module, _, owner = name.rpartition(".")
-    found = getattr(sys.modules.get(module), owner, None)
-    return name if getattr(found, "forward", None) is forward else ""
+    while forward is not None:
+        name = f"{forward.__module__}.{forward.__qualname__}".removesuffix(".forward")
+        module, _, owner = name.rpartition(".")
+        if getattr(getattr(sys.modules.get(module), owner, None), "forward", None) is forward:
+            return name
+        # transformers wraps the forward pass of each subclass again.
+        wraps = getattr(forward, "__code__", None)
+        wrapped = wraps is not None and wraps.co_name == _WRAPPER
+        forward = getattr(forward, "__wrapped__", None) if wrapped else None
+    return ""
+
+
+#: Name of the function in transformers that wraps the forward pass of a block to run gradient checkpointing.
+_WRAPPER = "forward_with_checkpointing"
 
 
 def rotary_of(rotary: Any, index_BK: Tensor) -> Any:
@@ -197,15 +207,9 @@ def _taken(embedding: Tensor, index_BK: Tensor) -> Tensor:
     return torch.gather(embedding.expand(len(index_BK), -1, -1, -1), 2, index)
 
 
-def positions_in(block: nn.Module, others: Sequence[Any], keywords: Mapping[str, Any]) -> int | None:
-    """Return the number L of rotary embeddings that a block receives, or None if it receives none.
-
-    `others` and `keywords` are the positional and keyword arguments of the block's ``forward``, except the tokens.
-    """
-    form = form_of(type(block))
-    if form is None or form.rotary is None:
-        return None
-    rotary = form.named(others, keywords).get(form.rotary)
+def positions_in(form: BlockForm, inputs: Mapping[str, Any]) -> int | None:
+    """Return the number L of rotary embeddings in the inputs of a block, or None if there are none."""
+    rotary = None if form.rotary is None else inputs.get(form.rotary)
     if rotary is None:
         return None
     first = rotary if isinstance(rotary, Tensor) else rotary[0]

@@ -17,7 +17,7 @@ from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, ch
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import DroppingForward, TokenMethod, grid_positions
+from efficient_ft.methods.tokens.base import DroppingForward, TokenMethod, grid_positions, run_dropping
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.tokens import num_kept
 
@@ -42,6 +42,7 @@ class DropsTokens(TokenMethod):
         chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
         self.refuse_other_blocks(view, chosen)
         self._refuse_few(view, chosen)
+        self.refuse_fixed_tokens(view, run_dropping, chosen)
         settings = partial(num_kept, keep_rate=self.keep_rate), self.fuse
         self.give_forwards(model, view, dict.fromkeys(chosen, (DroppingForward, settings)))
         return chosen

@@ -21,7 +21,7 @@ from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.tokens.base import TokenMethod, grid_positions
-from efficient_ft.methods.tokens.block_forms import positions_in
+from efficient_ft.methods.tokens.block_forms import form_of, positions_in
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -40,11 +40,13 @@ class _PatchDropForward(OwnForward):
     def __init__(self, module: nn.Module, prefix: int, positions: int, keep_rate: float) -> None:
         super().__init__(module)
         self.prefix, self.positions, self.keep_rate = prefix, positions, keep_rate
+        self.form = form_of(type(module))
 
     def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
         if not self.module.training or is_token_reduction_suspended():
             return self.within(x, *others, **keywords)
-        tokens = Tokens.full(x, self.prefix, self.positions, positions_in(self.module, others, keywords))
+        rotary = None if self.form is None else positions_in(self.form, self.form.named(others, keywords))
+        tokens = Tokens.full(x, self.prefix, self.positions, rotary)
         with packing_suspended():
             x, index_BK = self._kept(x)
         return self.within(attach_tokens(x, tokens.dropped(index_BK, self.positions, False)), *others, **keywords)

@@ -21,7 +21,15 @@ from efficient_ft.methods.checks import check_bool, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges
-from efficient_ft.methods.tokens.base import PRODUCTS, SOFTMAX, Place, TokenForward, TokenMethod, grid_positions
+from efficient_ft.methods.tokens.base import (
+    PRODUCTS,
+    SOFTMAX,
+    Place,
+    TokenForward,
+    TokenMethod,
+    classifies_by_class_token,
+    grid_positions,
+)
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.ops.saving import packing_suspended
 from efficient_ft.ops.tokens import (
@@ -130,10 +138,11 @@ class _MergingForward(TokenForward):
     def _merged(self, x: Tensor, attention: _SizedAttention, tokens: Tokens, r: int) -> tuple[Tensor, Tokens]:
         """Merge r tokens of x, and return the remaining tokens and a record of the merges."""
         if not attention.keys:
+            attention_name = type(getattr(self.module, self.form.attends)).__name__
             raise UserError(
-                f"method tome: the keys of {type(self.module.attn).__name__} were not found, because this module does"
-                " not compute a softmax of a product of queries and keys. Without keys, similar tokens cannot be"
-                " matched. Use a model with softmax attention."
+                f"method tome: the keys of {attention_name} were not found, because this module does not compute a softmax"
+                " of a product of queries and keys. Without keys, similar tokens cannot be matched. Use a model with"
+                " softmax attention."
             )
         sizes_BN, into_BN = tokens.sizes_BN, tokens.merged_into_BN
         if sizes_BN is None:
@@ -255,15 +264,6 @@ class ToMe(TokenMethod):
                 " input tokens, and more than one patch token must remain.",
             )
         return scheduled(self.r, self.inflect, blocks)
-
-
-def classifies_by_class_token(model: nn.Module) -> bool:
-    """Return True if `model` is a `timm` model whose classifier uses only prefix tokens.
-
-    Models from other packages are excluded, because they may use patch tokens although they have the same attributes.
-    """
-    by_token = getattr(model, "global_pool", None) == "token" and getattr(model, "attn_pool", None) is None
-    return by_token and type(model).__module__.startswith("timm.models.")
 
 
 def _run_merging(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int], dict[str, Any]]) -> None:

@@ -29,7 +29,9 @@ from efficient_ft.methods.tokens.base import (
     Place,
     TokenMethod,
     block_channels,
+    classifies_by_class_token,
     grid_positions,
+    run_dropping,
 )
 from efficient_ft.models.view import ModelView
 from efficient_ft.ops.tokens import is_token_reduction_suspended, token_context
@@ -175,12 +177,13 @@ class ALaST(LayersPerStep, TokenMethod):
         self.refuse_other_blocks(view, view.blocks)
         self._check_count(view)
         self._check_start(view)
+        self.refuse_fixed_tokens(view, run_dropping)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
         self._channels = block_channels(view, view.blocks[0])
         if self._restored is not None:
             self.load_state_dict(self._restored)
         # The average over patch tokens requires at least one token.
-        least = 0 if getattr(model, "global_pool", "token") == "token" else 1
+        least = 0 if classifies_by_class_token(model) else 1
         chosen = {name: (_BudgetedForward, (self._budgets, name, least)) for name in view.blocks}
         self.give_forwards(model, view, chosen)
         return super()._apply(model, view)

@@ -86,7 +86,7 @@ def networks_in(model: nn.Module) -> list[str]:
     The list is empty if `model` itself is such a network, or if it contains none.
     """
     base = getattr(model, "base_model_prefix", "")  # the submodule without the head (transformers)
-    if base and isinstance(getattr(model, base, None), nn.Module):
+    if base and isinstance(getattr(model, base, None), nn.Module) and _first_layer(model).startswith(f"{base}."):
         return [base]
     if _is_network(model):
         return []
@@ -103,10 +103,15 @@ def _network_around_blocks(model: nn.Module) -> list[str]:
     Returns:
         A list with the name of the submodule, or an empty list.
     """
-    first = next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
+    first = _first_layer(model)
     parts = holder_of(model).split(".")
     names = (".".join(parts[: depth + 1]) for depth in range(len(parts)))
     return [name for name in names if name and first.startswith(f"{name}.")][:1]
+
+
+def _first_layer(model: nn.Module) -> str:
+    """Return the name of the first convolution or embedding, or "" if there is none."""
+    return next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
 
 
 def _is_network(module: nn.Module) -> bool:

@@ -44,6 +44,8 @@ class ModelView:
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase for reports that lists the inferred parts, or an empty string if the head was declared.
         tail: Names of the modules that run after the last stage (norms, decoder, head).
+        prefix_note: Phrase for reports that states the inferred number of prefix tokens, or an empty string if the
+            number was declared. The first access to `prefix_tokens` sets this attribute.
     """
 
     def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
@@ -54,6 +56,7 @@ class ModelView:
         head = head_of(model)
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
         self.tail: tuple[str, ...] = after(model, container)
+        self.prefix_note = ""
 
     @property
     def name(self) -> str:
@@ -68,14 +71,15 @@ class ModelView:
     @property
     def has_class_token(self) -> bool:
         """Return True if the model has a class token. The class token is the first token."""
+        if self.prefix_tokens < 1:
+            return False
         for network in _with_inner(self.model):
             if getattr(network, "cls_token", None) is not None:
                 return True
             if hasattr(network, "get_classifier"):  # models from timm declare their class token
                 return False
-        return not takes_tokens(self.model) and any(
-            _CLASS_TOKEN.search(name) for name, _ in self.model.named_parameters()
-        )
+        named = self.model.named_parameters()
+        return not takes_tokens(self.model) and any(_CLASS_TOKEN.search(name) and p.numel() for name, p in named)
 
     @cached_property
     def prefix_tokens(self) -> int:
@@ -94,7 +98,13 @@ class ModelView:
         if given is None or not given.maps:
             return 0
         more = given.shape[1] - given.maps[0][0] * given.maps[0][1]
-        return more if 0 < more <= _MOST_PREFIX_TOKENS else 0
+        if not 0 < more <= _MOST_PREFIX_TOKENS:
+            return 0
+        self.prefix_note = (
+            f"{more} {'tokens are' if more > 1 else 'token is'} assumed to precede the patches (to change this number,"
+            " pass prefix_tokens)"
+        )
+        return more
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:

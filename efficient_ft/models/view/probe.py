@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.fake import FakeTensors
 from efficient_ft.models.view.layers import Reason, Skipped, TokenLayout
 from efficient_ft.models.view.structure import above
 from efficient_ft.models.weight_dtype import to_float32
@@ -104,7 +105,7 @@ def fake_copy(original: Any) -> tuple[FakeTensorMode, Any]:
     Returns:
         The fake tensor mode in which a copied model can run, and the copy.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = FakeTensors()
     with FakeCopyMode(mode):
         copied = copy.deepcopy(original)
     for module in copied if isinstance(copied, tuple) else (copied,):

@@ -54,7 +54,7 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
         known = ", ".join(sorted({"classifier", *Structure.__optional_keys__}))
         raise TypeError(f"unexpected keyword arguments: {', '.join(sorted(unknown))}. Valid arguments are {known}.")
     found: dict[str, Any] = {}
-    if names := _names(classifier):
+    if names := _names("classifier", classifier):
         found["classifier"] = _modules(model, "classifier", names)
     if structure.get("image_size") is not None:
         found["image_size"] = _size(structure["image_size"])
@@ -63,10 +63,17 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
         if type(prefix) is not int or prefix < 0:
             raise SettingError("prefix_tokens", repr(prefix), "an integer >= 0")
         found["prefix_tokens"] = prefix
-    if names := _names(structure.get("blocks") or ()):
+    if names := _names("blocks", () if structure.get("blocks") is None else structure["blocks"]):
         found["blocks"] = _blocks(model, names)
     if found:
         setattr(model, _ATTRIBUTE, {**stated(model), **found})
+
+
+def restore(model: nn.Module, before: dict[str, Any]) -> None:
+    """Replace the stored properties of `model` with `before`, an earlier result of `stated`."""
+    vars(model).pop(_ATTRIBUTE, None)
+    if before:
+        setattr(model, _ATTRIBUTE, before)
 
 
 def stated(model: nn.Module) -> dict[str, Any]:
@@ -75,8 +82,12 @@ def stated(model: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _names(setting: str, given: Any) -> tuple[str, ...]:
+    names = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (given,)
+    for name in names:
+        if not isinstance(name, str):
+            raise SettingError(setting, f"{name!r:.60}", "a name of a module, or a list of names")
+    return names
 
 
 def _size(given: Any) -> tuple[int, int]:
@@ -104,7 +115,10 @@ def _blocks(model: nn.Module, names: tuple[str, ...]) -> tuple[str, ...]:
         holder = name.removesuffix(".*")
         _modules(model, "blocks", (holder,))
         children = model.get_submodule(holder).named_children() if holder != name else ()
-        every += [f"{holder}.{child}" for child, m in children if next(m.parameters(), None) is not None] or [name]
+        found = [f"{holder}.{child}" for child, m in children if next(m.parameters(), None) is not None]
+        if holder != name and not found:
+            raise SettingError("blocks", repr(name), f"names of modules with parameters ({holder} contains none)")
+        every += found or [name]
     for name in every:
         module = model.get_submodule(name)
         if type(module).forward is nn.Module.forward or isinstance(module, nn.ModuleList | nn.ModuleDict):

@@ -49,6 +49,8 @@ def stem_of(model: nn.Module) -> str | None:
     if first is None:
         return None
     top = first.split(".")[0]
+    if any(block.startswith(f"{top}.") for block in stated(model).get("blocks", ())):
+        return first
     if top in ("blocks", "stages", "layers", "features"):
         return first
     return first if f"{holder_of(model)}.".startswith(f"{top}.") else top
