@@ -140,9 +140,9 @@ class _MergingForward(TokenForward):
         if not attention.keys:
             attention_name = type(getattr(self.module, self.form.attends)).__name__
             raise UserError(
-                f"method tome: the keys of {attention_name} were not found, because this module does not compute a softmax"
-                " of a product of queries and keys. Without keys, similar tokens cannot be matched. Use a model with"
-                " softmax attention."
+                f"method tome: the keys of {attention_name} were not found, because this module does not compute a"
+                " softmax of a product of queries and keys. Without keys, similar tokens cannot be matched. Use a model"
+                " with softmax attention."
             )
         sizes_BN, into_BN = tokens.sizes_BN, tokens.merged_into_BN
         if sizes_BN is None:
