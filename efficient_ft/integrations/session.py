@@ -27,10 +27,11 @@ from efficient_ft.integrations.checks import (
     refuse_wrapped_inside,
 )
 from efficient_ft.integrations.summary import summary
-from efficient_ft.methods.base import Applied, Method, apply_methods, in_order, make_trainable, trainable
+from efficient_ft.methods.base import Applied, Method, apply_methods, in_order
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
+from efficient_ft.models.trained import make_trainable, trainable
 from efficient_ft.models.view import Structure, default_image_size
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ class MethodSession:
         model: image classifier that is neither compiled nor wrapped (see `Method.apply`).
         methods: one method or several methods, in any order.
         frozen_bn: if True, freeze the BatchNorm statistics of the model. `remove` unfreezes the statistics.
-        classifier: full names of the classifier's modules (see `Method.apply`).
-        **structure: image size, prefix tokens and blocks (see `Method.apply`).
+        classifier, **structure: head, image size, prefix tokens and blocks of the model (see `Method.apply`).
 
     Attributes:
         model: model to which the session applies the methods.
@@ -100,8 +100,7 @@ class MethodSession:
         **structure: Unpack[Structure],
     ) -> None:
         if not isinstance(model, nn.Module):
-            hint = "Pass the model first: MethodSession(model, methods)."
-            raise SettingError("model", f"{model!r:.60}", "a torch.nn.Module", hint)
+            raise SettingError("model", f"{model!r:.60}", "a torch.nn.Module", "Pass the model first.")
         self.model = model
         self.methods = in_order(methods)
         self.frozen_bn, self.classifier, self.structure = frozen_bn, classifier, structure

@@ -38,7 +38,7 @@ from efficient_ft.methods.stack import check_needs, check_removal, check_stack, 
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
-from efficient_ft.models.view import ModelView, Skipped, Structure, restore, state, stated, view
+from efficient_ft.models.view import ModelView, Skipped, Structure, kept_without_error, state, view
 from efficient_ft.models.weight_dtype import to_float32
 
 #: Name of the distribution (pip package) that contains this package.
@@ -276,13 +276,9 @@ class Method(ABC):
                     f"method {self.name}: this object is applied to another model. Create a new object for this model."
                 )
             return self._applied
-        before = stated(model)
-        state(model, classifier, **structure)
-        try:
+        with kept_without_error(model):
+            state(model, classifier, **structure)
             return self._apply_once(model)
-        except Exception:
-            restore(model, before)
-            raise
 
     def _apply_once(self, model: nn.Module) -> Applied:
         refuse_wrapped(model, self.name)
@@ -291,7 +287,7 @@ class Method(ABC):
         check_needs(self, looked)
         applied = self._apply(model, looked)
         self._check_report(applied, model)
-        applied = _with_note(applied, self, looked)
+        applied = _with_notes(applied, self, looked)
         if not applied.touched and not applied.none_needed:
             reasons = sorted({str(why) for why in applied.skipped.values()})
             raise UserError(
@@ -428,16 +424,17 @@ def apply_methods(
     return [m.applied for m in ordered if m.applied is not None]
 
 
-def _with_note(report: Applied, method: Method, view: ModelView) -> Applied:
+def _with_notes(report: Applied, method: Method, view: ModelView) -> Applied:
     """Return the report, with notes on the inferred head and on the inferred prefix tokens if the method uses them."""
-    if view.prefix_note and (Needs.TOKEN_GRID in method.needs or Adds.LOW_RANK_LAYERS in method.adds):
-        summary = f"{report.summary}; {view.prefix_note}" if report.summary else ""
-        report = replace(report, summary=summary, notes=(*report.notes, view.prefix_note))
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
-    if not (freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters())):
-        return report
-    note = f"{view.head_note} (to use another classifier, pass its name as the argument classifier)"
-    return replace(report, summary=f"{report.summary}; {note}" if report.summary else "", notes=(*report.notes, note))
+    notes = []
+    if view.prefix_note and (Needs.TOKEN_GRID in method.needs or Adds.LOW_RANK_LAYERS in method.adds):
+        notes.append(view.prefix_note)
+    if freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters()):
+        notes.append(f"{view.head_note} (to use another classifier, pass its name as the argument classifier)")
+    return replace(
+        report, summary=report.summary and "; ".join([report.summary, *notes]), notes=(*report.notes, *notes)
+    )
 
 
 def _update_reports(
@@ -483,21 +480,6 @@ def plain_state_dict(
             to_float32(plain)
         method._remove(plain)
     return {k: v.detach().cpu().contiguous() for k, v in plain.state_dict().items()}
-
-
-# ---------------------------------------------------------------------------------------------- helpers for methods
-def trainable(model: nn.Module) -> dict[str, bool]:
-    """Return a mapping from parameter names to `requires_grad`."""
-    return {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-
-
-def make_trainable(model: nn.Module, wanted: Mapping[str, bool]) -> None:
-    """Set `requires_grad` of the parameters named in `wanted`, and free the gradients of frozen parameters."""
-    for name, parameter in model.named_parameters():
-        if name in wanted:
-            parameter.requires_grad_(wanted[name])
-            if not wanted[name]:
-                parameter.grad = None
 
 
 def _wrong_report(report: Any, name: str, model: nn.Module) -> str | None:

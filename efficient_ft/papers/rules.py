@@ -46,10 +46,10 @@ from efficient_ft.cost.published import (
     peak,
 )
 from efficient_ft.methods import BSR, BitFit, Blocks, EViT, HeadOnly, NormLast, RepNet, TinyTL
-from efficient_ft.methods.base import make_trainable
 from efficient_ft.methods.selection.static import Selection
 from efficient_ft.models.factory import random_model
 from efficient_ft.models.marks import marks_of
+from efficient_ft.models.trained import make_trainable
 from efficient_ft.models.view import is_norm, view
 from efficient_ft.papers.published import Row, Table, rule_of
 

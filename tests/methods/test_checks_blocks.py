@@ -15,11 +15,11 @@ from efficient_ft.methods import BSR, ALaST, BSRMoE, EViT, MoE, RepNet
 @pytest.mark.parametrize(
     ("method", "name", "message"),
     [
-        (lambda: EViT([99]), "beit_base_patch16_224", "not have the structure"),
-        (lambda: BSR([99], [1]), "beit_base_patch16_224", "not have the structure"),
-        (lambda: BSR([1], [99]), "beit_base_patch16_224", "not have the structure"),
-        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "not have the structure"),
-        (lambda: ALaST(99), "beit_base_patch16_224", "not have the structure"),
+        (lambda: EViT([99]), "beit_base_patch16_224", "attention uses relative position biases"),
+        (lambda: BSR([99], [1]), "beit_base_patch16_224", "attention uses relative position biases"),
+        (lambda: BSR([1], [99]), "beit_base_patch16_224", "attention uses relative position biases"),
+        (lambda: BSRMoE(2, 1, [99]), "beit_base_patch16_224", "attention uses relative position biases"),
+        (lambda: ALaST(99), "beit_base_patch16_224", "attention uses relative position biases"),
         (lambda: MoE(2, 1, [99]), "regnetx_002", "s1.b1 of regnetx_002 has no mlp"),
         (lambda: RepNet([99]), "regnetx_002", "side modules support only .* are 13 Bottleneck"),
     ],

@@ -226,7 +226,9 @@ def test_the_user_names_the_classifier() -> None:
     bare = _vit()
     with pytest.raises(UserError, match=r"has no classifier that can be trained\. .*classifier='NAME'"):
         HeadOnly().apply(bare)
-    with pytest.raises(SettingError, match=r"classifier must be a module of VisionTransformer: .*norm.*, got 'haed'"):
+    with pytest.raises(
+        SettingError, match=r"classifier must be a module of VisionTransformer with parameters .*norm.*, got 'haed'"
+    ):
         HeadOnly().apply(bare, classifier="haed")
     with pytest.raises(SettingError, match=r"classifier must be a module"):  # The head has no parameters.
         HeadOnly().apply(bare, classifier="head")
@@ -250,9 +252,17 @@ def test_the_head_of_timm_s_networks_is_the_one_they_state() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: BSR([3], drop_at=[1]), lambda: ALaST(2), lambda: BSRMoE(4, 2, [3], drop_at=[1])]
 )
-def test_recipes_accept_only_what_they_can_work_on(make: Callable[[], Method]) -> None:
-    """A wrapper is rejected without changes, because its attributes do not include a class token."""
-    model = Wrapped(_vit(), 48)
+def test_recipes_find_the_class_token_of_a_wrapped_network(make: Callable[[], Method]) -> None:
+    model, method = Wrapped(_vit(), 48), make()
+    method.apply(model)
+    method.step_begin(0)
+    model.train()(torch.randn(2, 3, 64, 64)).square().sum().backward()
+    assert model.head.weight.grad is not None
+
+
+@pytest.mark.parametrize("make", [lambda: BSR([3], drop_at=[1]), lambda: ALaST(2)])
+def test_a_network_without_a_class_token_is_rejected_without_changes(make: Callable[[], Method]) -> None:
+    model = Wrapped(timm.create_model("resnet10t", channels=(8, 8, 8, 8), num_classes=0), 8)
     with pytest.raises(UserError, match=r"has no class token"):
         make().apply(model)
     assert all(p.requires_grad for p in model.parameters())

@@ -265,9 +265,9 @@ def test_only_attention_that_is_kept_in_parts_has_q_and_k_copied_for_the_scores(
         copies.append((q.is_contiguous(), k.is_contiguous()))
         return class_attention(q, k, *others)
 
-    monkeypatch.setattr(base, "class_attention", scores)
     model = small_vit("vit_tiny_patch16_224")
     apply_methods(model, [EViT(drop_at=[1]), *([] if memory is None else [memory()])])
+    monkeypatch.setattr(base, "class_attention", scores)
     model(torch.randn(2, 3, 32, 32, dtype=torch.float64)).sum().backward()
     assert copies == [(copied, copied)]
 

@@ -12,12 +12,13 @@ from typing import Any, Literal
 from torch import nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import check_bool, check_choice, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import is_inside
+from efficient_ft.models.trained import make_trainable, trainable
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, projections_in
 from efficient_ft.models.weight_dtype import stores_bf16
 

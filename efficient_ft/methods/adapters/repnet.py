@@ -20,12 +20,13 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import LiteResidual, check_lite, refuse_indivisible, stride_of
-from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import blocks_at, check_indices, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, forwards_of, put_around, take_away
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import left, ranges, trained
+from efficient_ft.models.trained import make_trainable, trainable
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.models.weight_dtype import dtype_of_added
 from efficient_ft.ops.tokens import attach_tokens, pop_tokens, token_context

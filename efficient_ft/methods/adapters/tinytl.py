@@ -17,13 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, check_lite, refuse_indivisible, stride_of
-from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import check_choice, classes_in_words
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained
 from efficient_ft.models.frozen_batch_norm import FROZEN
+from efficient_ft.models.trained import make_trainable, trainable
 from efficient_ft.models.view import ModelView, Reason, Skipped
 from efficient_ft.models.weight_dtype import dtype_of_added
 

@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.seeding import generator_of
-from efficient_ft.methods.base import Applied, trainable
+from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_bool, check_integer
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.selection.static import Selection
+from efficient_ft.models.trained import trainable
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
 

@@ -14,12 +14,13 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods.base import Applied, Method, make_trainable, trainable
+from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import blocks_at, check_bool, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
+from efficient_ft.models.trained import make_trainable, trainable
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 
 

@@ -5,7 +5,8 @@ The properties are stored as an attribute of the network, so that all views of t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from torch import nn
@@ -69,11 +70,17 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
         setattr(model, _ATTRIBUTE, {**stated(model), **found})
 
 
-def restore(model: nn.Module, before: dict[str, Any]) -> None:
-    """Replace the stored properties of `model` with `before`, an earlier result of `stated`."""
-    vars(model).pop(_ATTRIBUTE, None)
-    if before:
-        setattr(model, _ATTRIBUTE, before)
+@contextmanager
+def kept_without_error(model: nn.Module) -> Iterator[None]:
+    """Restore the stored properties of `model` if the ``with`` block raises an error."""
+    before = stated(model)
+    try:
+        yield
+    except Exception:
+        vars(model).pop(_ATTRIBUTE, None)
+        if before:
+            setattr(model, _ATTRIBUTE, before)
+        raise
 
 
 def stated(model: nn.Module) -> dict[str, Any]:
