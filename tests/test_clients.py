@@ -61,14 +61,13 @@ def test_a_loop_needs_at_most_five_further_lines(name: str) -> None:
 def test_exact_methods_do_not_change_the_metrics_of_a_loop(name: str) -> None:
     settings = {"epochs": 2} if name == "timm_loop" else {"steps": 6}
     plain = main_of(without(source(name)), name)(**settings)
-    for method in (Checkpointing(), Compact()):
-        found = main_of(source(name), name)([method], **settings)
-        if isinstance(plain, dict):
-            assert found["accuracy"] == pytest.approx(plain["accuracy"], abs=0.01)
-            found, expected = found["losses"], plain["losses"]
-        else:
-            expected = plain
-        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-3, atol=1e-3)
+    assert main_of(source(name), name)([Checkpointing()], **settings) == plain
+    found = main_of(source(name), name)([Compact()], **settings)
+    if isinstance(plain, dict):  # a loop in bf16, in which recomputed values are rounded
+        assert found["accuracy"] == pytest.approx(plain["accuracy"], abs=0.01)
+        torch.testing.assert_close(torch.tensor(found["losses"]), torch.tensor(plain["losses"]), rtol=0, atol=3e-3)
+    else:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(plain), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""A fake tensor mode that leaves no fake tensors behind."""
+"""A fake tensor mode that does not store fake tensors in caches of other libraries."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from typing import Any
 
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+#: Name of the function in ``transformers.pytorch_utils`` that disables the caches if it returns True.
+_NAME = "is_torchdynamo_compiling"
+
 
 class FakeTensors(FakeTensorMode):
     """Fake tensor mode in which functions of `transformers` neither read nor fill their caches.
 
     `transformers` caches the position embeddings of some networks (such as DINOv3) for the whole process. Without this
-    class, a later forward pass of the network would receive fake tensors from the cache. The functions already bypass
-    their caches while ``torch.compile`` traces them, so this class makes them believe that they are traced.
+    class, a later forward pass would read fake tensors from the cache. The functions bypass their caches if
+    ``is_torchdynamo_compiling`` returns True. This class therefore replaces that function while the mode is active.
     """
 
     def __init__(self) -> None:
@@ -35,6 +38,3 @@ class FakeTensors(FakeTensorMode):
             module, before = self._replaced.pop()
             if before is not None:
                 setattr(module, _NAME, before)
-
-
-_NAME = "is_torchdynamo_compiling"

@@ -38,7 +38,7 @@ from efficient_ft.methods.stack import check_needs, check_removal, check_stack, 
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
-from efficient_ft.models.view import ModelView, Skipped, Structure, kept_without_error, state, view
+from efficient_ft.models.view import ModelView, Skipped, Structure, restored_on_error, specify, view
 from efficient_ft.models.weight_dtype import to_float32
 
 #: Name of the distribution (pip package) that contains this package.
@@ -276,8 +276,8 @@ class Method(ABC):
                     f"method {self.name}: this object is applied to another model. Create a new object for this model."
                 )
             return self._applied
-        with kept_without_error(model):
-            state(model, classifier, **structure)
+        with restored_on_error(model):
+            specify(model, classifier, **structure)
             return self._apply_once(model)
 
     def _apply_once(self, model: nn.Module) -> Applied:

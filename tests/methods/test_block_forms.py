@@ -227,6 +227,6 @@ def test_recomputation_by_timm_gives_the_same_gradients(name: str) -> None:
             torch.testing.assert_close(found[1][parameter], grad, rtol=1e-10, atol=1e-12, msg=parameter)
 
 
-def test_all_blocks_with_rotary_embeddings_must_be_stated() -> None:
+def test_all_blocks_with_rotary_embeddings_must_be_specified() -> None:
     with pytest.raises(UserError, match=r"blocks must be a list of all blocks with rotary embeddings \(blocks\.2, …\)"):
         EViT([0]).apply(small_eva(), blocks=["blocks.0", "blocks.1"])

@@ -277,7 +277,7 @@ def classifies_by_class_token(model: nn.Module) -> bool:
 
 
 def run_dropping(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int], dict[str, Any]]) -> None:
-    """Run a block on N tokens, drop one token, and run the block on the other tokens."""
+    """Run a block that drops one token, first on N tokens and then on N − 1 tokens."""
     patches = x.shape[1] - prefix
     place = Place("dropping", prefix, patches, True)
     for given in (x, x[:, :-1]):

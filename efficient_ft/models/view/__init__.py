@@ -7,8 +7,8 @@ grids, because the number of tokens does not determine a grid.
 
 from efficient_ft.models.view.layers import Layer, Reason, Skipped, TokenLayout, projections_in
 from efficient_ft.models.view.model_view import ModelView, default_image_size, view
-from efficient_ft.models.view.stated import Structure, kept_without_error, state
+from efficient_ft.models.view.specified import Structure, restored_on_error, specify
 from efficient_ft.models.view.structure import is_norm, parameters_under
 
 __all__ = ["Layer", "ModelView", "Reason", "Skipped", "Structure", "TokenLayout", "default_image_size", "is_norm",
-           "kept_without_error", "parameters_under", "projections_in", "state", "view"]  # fmt: skip
+           "parameters_under", "projections_in", "restored_on_error", "specify", "view"]  # fmt: skip

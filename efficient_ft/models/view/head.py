@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from efficient_ft.models.marks import is_inside
-from efficient_ft.models.view.stated import stated as stated_of
+from efficient_ft.models.view.specified import specified
 from efficient_ft.models.view.structure import after, holder_of, is_norm, names_of, stages_of
 
 #: Names of the last layer in networks without timm's `get_classifier`. The first name that exists is used.
@@ -43,7 +43,7 @@ class Head:
 
 def head_of(model: nn.Module) -> Head:
     """Find the head of `model`."""
-    named: tuple[str, ...] = stated_of(model).get("classifier", ())
+    named: tuple[str, ...] = specified(model).get("classifier", ())
     stated = _stated(model)
     if stated and not named:
         return Head(names_of(model, stated))

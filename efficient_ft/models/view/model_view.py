@@ -14,7 +14,7 @@ from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.head import head_of, networks_in
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
-from efficient_ft.models.view.stated import stated
+from efficient_ft.models.view.specified import specified
 from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
@@ -147,7 +147,7 @@ class ModelView:
         try:
             return probe(self.model, self.image_size)
         except UserError as error:
-            known = stated(self.model).get("image_size") or _declared_size(self.model)
+            known = specified(self.model).get("image_size") or _declared_size(self.model)
             if self.image_size != _USUAL_SIZE or known is not None:
                 raise
             raise UserError(
@@ -187,12 +187,12 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelVi
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
     """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
-    The size is stated by the user (`state`), or declared by the patch embedding, the pretrained configuration or an
-    attribute of the model. If the model contains a pretrained network, this network may also declare the size. For a
-    text model, return (tokens,), where tokens is the maximum number of tokens in the pretrained configuration, or the
-    number of positions.
+    The user specifies the size (`specify`), or the patch embedding, the pretrained configuration or an attribute of the
+    model declares it. If the model contains a pretrained network, this network may also declare the size. For a text
+    model, return (tokens,), where tokens is the maximum number of tokens in the pretrained configuration, or the number
+    of positions.
     """
-    return stated(model).get("image_size") or _declared_size(model) or _USUAL_SIZE
+    return specified(model).get("image_size") or _declared_size(model) or _USUAL_SIZE
 
 
 def _declared_size(model: nn.Module) -> tuple[int, ...] | None:
@@ -229,13 +229,13 @@ _PREFIX_TOKENS = re.compile(rf"{_CLASS_TOKEN.pattern}|(^|\.)(dist_token|distilla
 
 
 def prefix_tokens_of(model: nn.Module) -> int | None:
-    """Return the number of prefix tokens that the user states or that the network declares.
+    """Return the number of prefix tokens that the user specifies or that the network declares.
 
     If the network does not declare the number, count the tokens in its parameters. Return None if no
     parameter is recognized as a prefix token.
     """
-    if "prefix_tokens" in stated(model):
-        return int(stated(model)["prefix_tokens"])
+    if "prefix_tokens" in specified(model):
+        return int(specified(model)["prefix_tokens"])
     for network in _with_inner(model):
         declared = getattr(network, "num_prefix_tokens", None)
         if declared is not None or hasattr(network, "get_classifier"):

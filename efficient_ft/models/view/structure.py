@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from efficient_ft.models.view.stated import stated
+from efficient_ft.models.view.specified import specified
 
 #: Pattern for the class names of normalization layers.
 _NORM = re.compile(r"norm|abn|^affine$", re.IGNORECASE)
@@ -49,7 +49,7 @@ def stem_of(model: nn.Module) -> str | None:
     if first is None:
         return None
     top = first.split(".")[0]
-    if any(block.startswith(f"{top}.") for block in stated(model).get("blocks", ())):
+    if any(block.startswith(f"{top}.") for block in specified(model).get("blocks", ())):
         return first
     if top in ("blocks", "stages", "layers", "features"):
         return first
@@ -62,7 +62,7 @@ def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tupl
     A container is a module that contains blocks or stages. If the user specifies the blocks, the blocks of each
     container form one stage. If all blocks are in one container, they are divided into four stages.
     """
-    if blocks := stated(model).get("blocks"):
+    if blocks := specified(model).get("blocks"):
         return _stages_of_blocks(model, blocks)
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
@@ -96,7 +96,7 @@ def _quarters(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 def _stages_of_blocks(
     model: nn.Module, blocks: Sequence[str]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the same values as `stages_of` for the stated `blocks`."""
+    """Return the same values as `stages_of` for the `blocks` that the user specifies."""
     holders = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     stages = tuple(tuple(name for name in blocks if name.rpartition(".")[0] == holder) for holder in holders)
     if len(holders) == 1:

@@ -13,8 +13,8 @@ from torch import nn
 
 from efficient_ft.core.errors import SettingError
 
-#: Name of the model attribute that stores the stated properties.
-_ATTRIBUTE = "efficient_ft_stated"
+#: Name of the model attribute that stores the user-specified properties.
+_ATTRIBUTE = "efficient_ft_specified"
 
 
 class Structure(TypedDict, total=False):
@@ -36,7 +36,7 @@ class Structure(TypedDict, total=False):
     blocks: str | Iterable[str] | None
 
 
-def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: Any) -> None:
+def specify(model: nn.Module, classifier: str | Iterable[str] = (), **structure: Any) -> None:
     """Validate user-specified properties of a network, and store them on `model`.
 
     Properties that are omitted, None or empty do not change.
@@ -67,13 +67,13 @@ def state(model: nn.Module, classifier: str | Iterable[str] = (), **structure: A
     if names := _names("blocks", () if structure.get("blocks") is None else structure["blocks"]):
         found["blocks"] = _blocks(model, names)
     if found:
-        setattr(model, _ATTRIBUTE, {**stated(model), **found})
+        setattr(model, _ATTRIBUTE, {**specified(model), **found})
 
 
 @contextmanager
-def kept_without_error(model: nn.Module) -> Iterator[None]:
+def restored_on_error(model: nn.Module) -> Iterator[None]:
     """Restore the stored properties of `model` if the ``with`` block raises an error."""
-    before = stated(model)
+    before = specified(model)
     try:
         yield
     except Exception:
@@ -83,7 +83,7 @@ def kept_without_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def stated(model: nn.Module) -> dict[str, Any]:
+def specified(model: nn.Module) -> dict[str, Any]:
     """Return the user-specified properties of `model`: `classifier`, `image_size`, `prefix_tokens` and `blocks`."""
     found: dict[str, Any] = vars(model).get(_ATTRIBUTE, {})
     return found

@@ -1,4 +1,4 @@
-"""Tests of properties of a network that the user states: image size, prefix tokens and blocks."""
+"""Tests of properties of a network that the user specifies: image size, prefix tokens and blocks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods import LBPDCT, LISA, Checkpointing, HeadOnly, PatchDropout, apply_methods
-from efficient_ft.models.view import state, view
-from efficient_ft.models.view.stated import stated
+from efficient_ft.models.view import specify, view
+from efficient_ft.models.view.specified import specified
 
 
 class Halves(nn.Module):
@@ -53,22 +53,22 @@ def test_an_image_size_that_no_attribute_declares_is_asked_for() -> None:
     report = LBPDCT(2).apply(model, image_size=32)
     assert len(report.touched) == 8
     assert view(model).image_size == (32, 32)
-    assert stated(Halves()) == {}
+    assert specified(Halves()) == {}
 
 
 def test_prefix_tokens_are_counted_if_no_parameter_has_a_known_name() -> None:
     model = Halves()
-    state(model, image_size=(32, 32), blocks=named())
+    specify(model, image_size=(32, 32), blocks=named())
     looked = view(model)
     assert looked.prefix_tokens == 2
     assert looked.block_grid == (4, 4)
-    state(model, prefix_tokens=1)
+    specify(model, prefix_tokens=1)
     assert view(model).block_grid is None
     with pytest.raises(UserError, match=r"18 tokens without positions on a grid, number of prefix tokens: 1.*pass"):
         PatchDropout().apply(model)
 
 
-def test_stated_blocks_are_the_units_of_all_methods() -> None:
+def test_specified_blocks_are_the_units_of_all_methods() -> None:
     model = Halves()
     with pytest.raises(UserError, match=r"no blocks were recognized in Halves.*apply\(model, blocks="):
         LISA(1).apply(model)
@@ -82,7 +82,7 @@ def test_stated_blocks_are_the_units_of_all_methods() -> None:
 
 def test_blocks_of_several_containers_are_stages() -> None:
     model = torchvision.models.resnet18(num_classes=3)
-    state(model, blocks=["layer1.*", "layer2.*", "layer3.*", "layer4.*"])
+    specify(model, blocks=["layer1.*", "layer2.*", "layer3.*", "layer4.*"])
     assert view(model).stages == view(torchvision.models.resnet18()).stages
     assert view(model).last_stage() == view(torchvision.models.resnet18()).last_stage()
 
@@ -114,7 +114,7 @@ def test_a_wrong_value_is_refused_by_name(structure: dict[str, Any], message: st
     model = Halves()
     with pytest.raises(SettingError, match=message):
         HeadOnly().apply(model, **structure)
-    assert stated(model) == {}
+    assert specified(model) == {}
     assert all(p.requires_grad for p in model.parameters())
 
 
@@ -134,10 +134,10 @@ def test_sessions_and_stacks_pass_the_properties_on() -> None:
 
 def test_an_error_leaves_the_properties_as_they_were() -> None:
     model = Halves()
-    state(model, image_size=32, blocks=named())
+    specify(model, image_size=32, blocks=named())
     with pytest.raises(UserError, match="do not form a grid"):
         PatchDropout().apply(model, prefix_tokens=1)
-    assert "prefix_tokens" not in stated(model)
+    assert "prefix_tokens" not in specified(model)
     lisa = LISA(1)
     lisa.apply(model)
     lisa.apply(model, blocks=named(2))  # a second call has no effect
