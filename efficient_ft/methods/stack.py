@@ -152,8 +152,8 @@ def check_needs(method: _Method, view: ModelView) -> None:
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     if need == Needs.BLOCKS and not view.blocks:
         return (
-            f"no blocks were recognized in {view.name}. If the network has blocks, pass their names:"
-            " apply(model, blocks='encoder.layers.*')"
+            f"no blocks were recognized in {view.name}. If the network has blocks, pass their names in"
+            " Python: apply(model, blocks='encoder.layers.*')"
         )
     if need == Needs.CLASSIFIER and not view.head:
         return (
