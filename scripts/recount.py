@@ -53,6 +53,7 @@ def entries(record: dict[str, Any]) -> list[Entry]:
         "counted": _of_counted if "models" in record else _of_adapters,
         "printed costs": _of_costs,
         "published rule": _of_published,
+        "backbones": _of_backbones,
     }
     of_kind = kinds.get(record.get("kind"))
     return [] if of_kind is None else list(of_kind(record))
@@ -148,6 +149,15 @@ def _of_published(record: dict[str, Any]) -> Iterator[Entry]:
         for of in table["rows"]:
             name, row = table["table"], of["row"]
             yield Entry(f"{name} {row}", of, partial(_row, recording.count_by_rule, name, row))
+
+
+def _of_backbones(record: dict[str, Any]) -> Iterator[Entry]:
+    import backbones
+
+    for name, entry in record["networks"].items():
+        for recipe, counts in entry["recipes"].items():
+            count = partial(backbones.count, record["list"], name, recipe)
+            yield Entry(f"{name} {recipe}", counts, count, partial(entry["recipes"].__setitem__, recipe))
 
 
 def _row(count: Callable[[Any, Any], Any], table: str, name: str) -> Any:

@@ -40,7 +40,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "record": ("core", "config"),
 }
 #: Modules that import no other module of the package.
-LEAVES = ("efficient_ft.config.schema", "efficient_ft.core.errors")
+LEAVES = ("efficient_ft.config.sections", "efficient_ft.core.errors")
 #: Maximum number of lines of a file.
 MOST_LINES = 500
 #: Maximum numbers of lines (without the docstring) and of parameters of a function. A function may exceed them if its
@@ -178,7 +178,7 @@ def _forks(tree: ast.AST) -> Iterator[ast.expr]:
                 yield node
 
 
-_KINDS = "classification|segmentation|text|regression"
+_KINDS = "classification|segmentation|text|multilabel|regression"
 #: Data, listing, task and kind classes that belong to one kind of task.
 _OF_KIND = re.compile(
     r"\b((RoundRobin|Segmentation|Text|Image)(Data|Dataset)|(Mask|Text)Listing|(Mask|)Samples|Segmentation|Classification"

@@ -51,11 +51,28 @@ def test_transformers_of_the_first_months_is_excluded() -> None:
             assert not [v for v in ("5.0.0", "5.1.0", "5.2.0", "5.2.5") if v in one.specifier], one
 
 
+def _pins() -> dict[str, str]:
+    """Return the version of each package in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    found = [match for line in lines if (match := re.fullmatch(r"([\w-]+)==(\S+)", line))]
+    return {canonicalize_name(match[1]): match[2] for match in found}
+
+
 def test_the_constraints_are_within_the_requirements() -> None:
-    pins = {}
-    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
-        if match := re.fullmatch(r"([\w-]+)==(\S+)", line):
-            pins[canonicalize_name(match[1])] = match[2]
+    pins = _pins()
     for one in _requirements():
         if (name := canonicalize_name(one.name)) in pins:
             assert pins[name] in one.specifier, f"{one}, and constraints.txt has {pins[name]}"
+
+
+def test_the_constraints_contain_every_requirement_of_the_development_environment() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    todo, needed = [*project["dependencies"], *extras["dev"]], set()
+    while todo:
+        one = Requirement(todo.pop())
+        if one.name == project["name"]:
+            todo += [text for extra in one.extras for text in extras[extra]]
+        else:
+            needed.add(canonicalize_name(one.name))
+    assert sorted(needed - {*_pins()}) == []

@@ -87,3 +87,20 @@ def test_time_to_accuracy_summarizes_a_record(monkeypatch: pytest.MonkeyPatch) -
     assert f"{last:.2%}" in rows["full"]
     assert "not reached" in rows["bsr"]
     assert "no run of full" in summary({"bsr": recipes["bsr"]})
+
+
+@pytest.mark.parametrize("name", ["backbones", "encoders"])
+def test_the_record_contains_all_networks_and_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = load("backbones", monkeypatch)
+    record = json.loads((REPOSITORY / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))
+    assert list(record["networks"]) == list(script["networks"](name))
+    recipes = list(script["LISTS"][name]["recipes"])
+    assert all(list(entry["recipes"]) == recipes for entry in record["networks"].values())
+
+
+def test_the_page_of_backbones_shows_all_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    from docsgen.backbones import GROUPS
+
+    shown = [recipe for group in GROUPS.values() for recipe in group]
+    assert sorted(["full", *shown]) == sorted(load("backbones", monkeypatch)["LISTS"]["backbones"]["recipes"])

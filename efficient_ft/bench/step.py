@@ -31,8 +31,9 @@ from efficient_ft.models.prefix_form import Form
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import TASKS
 from efficient_ft.training.costs import step_spec
-from efficient_ft.training.features.prefix import from_stored, measure_form, run_prefix
+from efficient_ft.training.features.prefix import measure_form, run_prefix
 from efficient_ft.training.features.row_form import RowForm
+from efficient_ft.training.features.store import from_stored
 from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.trainer import use_channels_last
 

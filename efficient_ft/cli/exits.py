@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from efficient_ft.cli.stopping import leave_in_peace, signals_first
 from efficient_ft.cli.streams import discard_output
-from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError
+from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError, on_command_line
 from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
@@ -68,7 +68,7 @@ def clean_exits(interrupted: str = INTERRUPTED_TEXT) -> Iterator[None]:
     printed and the status is 130. Other exceptions propagate with their traceback.
     """
     try:
-        with signals_first():
+        with signals_first(), on_command_line():
             yield
             if (lost := discard_output()) is not None:
                 raise lost

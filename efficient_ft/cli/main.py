@@ -37,7 +37,7 @@ from efficient_ft.cli.terminal import fitted_help
 from efficient_ft.config import Config, check
 from efficient_ft.config.plain import plain
 from efficient_ft.core.allocator import restart_with, use_allocator
-from efficient_ft.core.errors import UserError, replace_unprintable
+from efficient_ft.core.errors import UserError, on_command_line, replace_unprintable
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.terminal import ConsoleHandler, show, start_console
 
@@ -52,7 +52,7 @@ def job(composed: DictConfig) -> float | None:
     from hydra.types import RunMode
 
     try:
-        with signals_first():
+        with signals_first(), on_command_line():
             with while_loading():
                 config = check(plain(composed))
                 start_console(config.verbose, first_process())

@@ -1,6 +1,6 @@
 """The configuration of a run: its schema, validation and identity. Importing this package does not import torch."""
 
-from efficient_ft.config.check import check, validate
+from efficient_ft.config.check import check, refuse_automatic, validate
 from efficient_ft.config.explain import UnknownSetting, setting_names
 from efficient_ft.config.identity import data_configs, fingerprint, image_folders, run_folder
 from efficient_ft.config.schema import (
@@ -30,6 +30,7 @@ __all__ = [
     "data_configs",
     "fingerprint",
     "image_folders",
+    "refuse_automatic",
     "run_folder",
     "setting_names",
     "validate",

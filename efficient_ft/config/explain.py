@@ -38,8 +38,13 @@ def mistake(
         if name not in below:
             return UnknownSetting(f"{key}.{name}".lstrip("."), value.get(name), below, _leaves(whole, whole))
         key, value, node = f"{key}.{name}".lstrip("."), value.get(name), below[name]
-    constraint = _constraint(resolved(node, whole), whole)
+    constraint = _CONSTRAINTS.get(key) or _constraint(resolved(node, whole), whole)
     if kind == "missing" and value is None:  # A list with too few entries also has the kind "missing".
+        data = plain.get("data", {}).get("name", "labels") if key == "data.labels.file" else "labels"
+        if data != "labels":
+            return SettingError(
+                "data.labels", "a mapping", f"null with data={data}", "Label files require data=labels."
+            )
         return SettingError(key, "nothing", constraint, f"The setting has no default. Pass {key}=VALUE.")
     if "enum" in node:
         return SettingError(key, show(value), node["enum"])
@@ -49,6 +54,11 @@ def mistake(
     return SettingError(key, "an empty string" if value == "" else show(value), constraint)
 
 
+#: Constraints that are easier to read than those of the JSON schema.
+_CONSTRAINTS = {
+    "data.labels.file": "one file, or one file for each of the splits train, val and test, such as {train: a.csv,"
+    " val: b.csv}",
+}
 #: Names that other tools use for each setting. If one of these names is used, the error message suggests the setting.
 _OTHER_NAMES = {
     "optim.lr": "learning_rate base_lr lr0 initial_lr max_lr",
@@ -63,6 +73,11 @@ _OTHER_NAMES = {
     "data.num_workers": "workers dataloader_num_workers",
     "data.root": "path dir data_dir data_path data_root dataset_dir",
     "data.val_fraction": "val_split validation_split val_ratio",
+    "data.augment.policy": "aa auto_augment",
+    "data.augment.erase_prob": "reprob random_erasing erasing",
+    "data.augment.mixup": "mixup_alpha",
+    "data.augment.cutmix": "cutmix_alpha",
+    "data.augment.mix_prob": "mixup_prob",
     "model.image_size": "imgsz img_size input_size resolution size",
     "model.weights": "checkpoint ckpt pretrained_weights checkpoint_path",
     "model.drop_rate": "dropout drop",
@@ -72,6 +87,8 @@ _OTHER_NAMES = {
     "trainer.precision": "amp mixed_precision fp16 bf16 dtype",
     "trainer.accelerator": "device",
     "trainer.devices": "gpus num_gpus ngpu",
+    "trainer.ema": "model_ema ema_decay model_ema_decay",
+    "trainer.patience": "early_stopping early_stopping_patience",
     "trainer.grad_accum_steps": "accumulate_grad_batches gradient_accumulation_steps accum_iter grad_accumulation",
 }
 

@@ -9,7 +9,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from efficient_ft.config.schema import Config, DataConfig
+from efficient_ft.config.schema import AugmentConfig, Config, DataConfig
+from efficient_ft.core.units import parse_bytes
 
 #: Settings for display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
@@ -21,8 +22,12 @@ _DATA_NO_EFFECT = {
     "num_workers", "download", "eval_batch_size", "follow_links", "keep_decoded", "decoded_folder", "decoded_limit",
 }  # fmt: skip
 
+#: Settings of augmentation that have no effect at their default. Folders of runs without these settings keep their
+#: names.
+_AUGMENT_OFF = ("policy", "num_ops", "magnitude", "color_jitter", "erase_prob", "mixup", "cutmix", "mix_prob")
+
 #: Data sets that are identified by their path.
-OWN_FOLDERS = ("folder", "mask_folder", "text_folder")
+OWN_FOLDERS = ("folder", "labels", "mask_folder", "text_folder")
 
 
 def fingerprint(config: Config) -> str:
@@ -33,11 +38,22 @@ def fingerprint(config: Config) -> str:
     # Folders of runs without these settings keep their names.
     if config.trainer.weight_dtype == "fp32":
         del what["trainer"]["weight_dtype"]
+    for name in ("ema", "patience"):
+        if getattr(config.trainer, name) is None:
+            del what["trainer"][name]
+    if config.optim.class_weights is None:
+        del what["optim"]["class_weights"]
+    if config.model.library is None:
+        del what["model"]["library"]
     if not config.trainer.compile:
         del what["trainer"]["compile"]
     if config.trainer.prefix is None and what["trainer"]["precision"] in ("fp32", "fp16"):
         what["trainer"]["prefix"] = "fp32"  # the default in these precisions, and the value in earlier versions
     what["data"] = _content(config.data)
+    if config.data.automatic and config.memory is not None:
+        what["memory"] = parse_bytes("memory", config.memory)  # the budget determines the batch size
+    if config.data.effective_batch_size is not None:
+        del what["trainer"]["grad_accum_steps"]
     if config.tasks:
         # The order of the tasks affects the result, because optimizer steps alternate between the tasks in this order.
         what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
@@ -48,11 +64,28 @@ def fingerprint(config: Config) -> str:
 def _content(data: DataConfig) -> dict[str, Any]:
     """Return the settings of a data set that affect the result of a run."""
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
+    what["augment"] = augment_content(data.augment)
+    if data.labels is None:
+        del what["labels"]  # folders of runs without this section keep their names
     if data.on_corrupt == "stop":
         del what["max_pixels"]  # Without skipped images, this limit has no effect.
+    # An automatic batch size is identified by ``auto``, because the run folder is created before the size is selected.
+    if data.automatic:
+        what["batch_size"] = "auto"
+    del what["batch_size_selected"]
+    if data.effective_batch_size is None:
+        del what["effective_batch_size"]  # Folders of runs without this setting keep their names.
+    if data.sampler == "shuffle":
+        del what["sampler"]  # Folders of runs without this setting keep their names.
     # A folder of images is identified by its path. A published data set is the same regardless of its path.
     root = what.pop("root")
     return {**what, "root": os.path.normpath(root)} if data.name in OWN_FOLDERS else what
+
+
+def augment_content(augment: AugmentConfig) -> dict[str, Any]:
+    """Return the settings of augmentation, without optional settings that have their defaults."""
+    defaults, plain = AugmentConfig.model_fields, augment.model_dump(mode="json")
+    return {name: value for name, value in plain.items() if name not in _AUGMENT_OFF or value != defaults[name].default}
 
 
 def data_configs(config: Config) -> list[DataConfig]:

@@ -4,7 +4,7 @@ Importing this module does not import torch. The objects in `training.kinds` imp
 kind, a package passes an object to `training.kinds.registry.register` and declares an entry point for this object::
 
     [project.entry-points."efficient_ft.kinds"]
-    regression = "image_regression.kind:regression"
+    brightness = "image_brightness.kind:brightness"
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 
+from efficient_ft.config.augment import refuse_mixing
 from efficient_ft.config.explain import show
 from efficient_ft.config.schema import DATA_NAMES, Config, MaskConfig, ModelConfig
 from efficient_ft.core.errors import SettingError
@@ -37,9 +38,12 @@ class KindRules:
             the setting ``task`` instead.
         model_words: Property of the networks and a hint for messages.
         augmentation: Sentence that names the augmentation settings of the kind, or "" if ``data.augment`` applies.
+        mixes: True if each target is one class index, so that MixUp and CutMix can mix the targets of a batch.
         unsupported: Maps each unsupported feature to a hint for the message, or to None. The keys are ``tasks``
             (several data sets), ``cache_features``, ``prefix`` (faster computation of the frozen prefix), ``compile``
-            (``trainer.compile``) and ``tokens`` (methods that drop or merge tokens).
+            (``trainer.compile``), ``tokens`` (methods that drop or merge tokens) and ``export`` (``efficient-ft
+            export``).
+        settings: Sections of the configuration that only this kind uses.
         networks: Names of the networks (``model.name``) that the kind adds. The family of these networks is the name of
             the kind.
     """
@@ -52,8 +56,10 @@ class KindRules:
     data_words: tuple[str, str] | None = None
     model_words: tuple[str, str] | None = None
     augmentation: str = ""
+    mixes: bool = False
     unsupported: Mapping[str, str | None] = field(default_factory=dict)
     networks: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
 
     def check(self, config: Config) -> None:
         """Raise a SettingError for the first setting that this kind does not support."""
@@ -65,6 +71,10 @@ class KindRules:
             setting, value = next(iter(augmentation.items()))
             known = f"left out with task={self.name}"
             raise SettingError(f"data.augment.{setting}", show(value), known, self.augmentation)
+        parts = {f"tasks.{name}": one for name, one in config.tasks.items()} or {"data": config.data}
+        for key, data in ({} if self.mixes else parts).items():
+            why = "MixUp and CutMix require one class per image."
+            refuse_mixing(key, data.augment, f"with task={self.name}", why)
 
     def refuse_unsupported(self, config: Config, where: str) -> None:
         """Raise a SettingError if the kind does not support stored features, the prefix or compilation.
@@ -104,11 +114,28 @@ class _TextRules(KindRules):
                 raise SettingError(f"model.{name}", show(value), "null with task=text", hint)
 
 
+class _MultiLabelRules(KindRules):
+    def check(self, config: Config) -> None:
+        super().check(config)
+        options = config.multilabel
+        for name in () if options.loss == "asymmetric" else ("gamma_positive", "gamma_negative", "margin"):
+            value, default = getattr(options, name), type(options).model_fields[name].default
+            if value != default:
+                do = "Only the asymmetric loss has this setting. Set multilabel.loss=asymmetric."
+                raise SettingError(f"multilabel.{name}", value, f"{default} with multilabel.loss=bce", do)
+
+
 _MASKS, _TEXTS = ("camvid", "cityscapes", "voc2012_aug", "mask_folder"), ("rte", "text_folder")
-_NO_PREFIX: dict[str, str | None] = {"tasks": None, "cache_features": None, "prefix": None}
+_LABEL_FILE = ("with a label file", "Choose data=labels data.root=DIR data.labels.file=FILE.")
 #: Rules of all loaded kinds, keyed by name.
 RULES: dict[str, KindRules] = {
-    "classification": KindRules("classification", tuple(n for n in DATA_NAMES if n not in (*_MASKS, *_TEXTS))),
+    "classification": KindRules(
+        "classification", tuple(n for n in DATA_NAMES if n not in (*_MASKS, *_TEXTS)), mixes=True
+    ),
+    "multilabel": _MultiLabelRules(
+        "multilabel", ("labels",), data_words=_LABEL_FILE, unsupported={"tasks": None}, settings=("multilabel",)
+    ),
+    "regression": KindRules("regression", ("labels",), data_words=_LABEL_FILE, unsupported={"tasks": None}),
     "segmentation": _SegmentationRules(
         "segmentation",
         _MASKS,
@@ -120,7 +147,12 @@ RULES: dict[str, KindRules] = {
             "Choose model=segformer_b0, model=deeplabv3_mobilenetv2, or model=smp with model.encoder=NAME.",
         ),
         augmentation="For masks, use data.masks.zoom and data.masks.flip.",
-        unsupported={**_NO_PREFIX, "tokens": "Every position of the image requires its own features."},
+        unsupported={
+            "tasks": None,
+            "prefix": None,
+            "tokens": "Every position of the image requires its own features.",
+            "export": "The run segments images at their own size, but an exported graph has a fixed image size.",
+        },
     ),
     "text": _TextRules(
         "text",
@@ -135,7 +167,8 @@ RULES: dict[str, KindRules] = {
         ),
         augmentation="Texts have no augmentation.",
         unsupported={
-            **_NO_PREFIX,
+            "tasks": None,
+            "prefix": None,
             "compile": "The length of the texts differs between batches.",
             "tokens": "These methods require tokens on an image grid.",
         },
@@ -166,10 +199,14 @@ def rules_of(name: str) -> KindRules:
 def check_kind(config: Config) -> None:
     """Raise a SettingError if the network or a data set belongs to another kind, or if a setting is not supported."""
     rules, data, model = rules_of(config.task), config.data, config.model
-    of_data = _kind_of_data("data.name", data.name)
+    of_data = rules if data.name in rules.data else _kind_of_data("data.name", data.name)
     for one in config.tasks:
         _kind_of_data(f"tasks.{one}.name", config.tasks[one].name)
     _refuse_section(config, (one for one in RULES.values() if one.section and one is not of_data))
+    if model.library is not None and model.family != "classification":
+        setting, value = ("max_length", model.max_length) if model.encoder is None else ("encoder", model.encoder)
+        do = "The setting does not apply to the image classifiers of model=hf. Remove this setting."
+        raise SettingError(f"model.{setting}", show(value), "null with model.library=transformers", do)
     if model.family != rules.family or model.name in OWN_CLASSIFIERS:
         _refuse_setting_of_other_family(model)
     if rules.data_words is None:
@@ -184,6 +221,11 @@ def check_kind(config: Config) -> None:
     elif model.family != rules.family:
         words, hint = rules.model_words or ("a network of timm", "")
         raise SettingError("model.name", model.name, f"{words} with task={rules.name}", hint or None)
+    for name in {name for one in RULES.values() for name in one.settings} - {*rules.settings}:
+        for setting, value in getattr(config, name).model_dump(exclude_defaults=True).items():
+            raise SettingError(
+                f"{name}.{setting}", show(value), f"left out with task={rules.name}", f"Use task={name}."
+            )
     rules.check(config)
     if config.tasks:
         SEVERAL.refuse_unsupported(config, "with several tasks")

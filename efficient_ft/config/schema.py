@@ -1,4 +1,4 @@
-"""The pydantic schema of a run's configuration. This module does not import other modules of the package."""
+"""The pydantic schema of a run's configuration. This module imports only `config.sections`."""
 
 from __future__ import annotations
 
@@ -6,34 +6,52 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     SerializerFunctionWrapHandler,
     model_serializer,
 )
 
-Fraction = Annotated[float, Field(ge=0, lt=1)]
-Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-#: Maximum height and width of an image in pixels. A larger image would not fit into memory.
-LARGEST_SIDE = 8192
-Side = Annotated[int, Field(ge=1, le=LARGEST_SIDE)]
-BatchSize = Annotated[int, Field(ge=1, le=65536)]
-Name = Annotated[str, Field(min_length=1)]
-#: A folder or file. Hydra reads a name such as ``2019`` as a number, which is converted back to text.
-Place = Annotated[Name, BeforeValidator(lambda given: str(given) if type(given) is int else given)]
+from efficient_ft.config.sections import (
+    LARGEST_SIDE,
+    BatchSize,
+    Count,
+    Fraction,
+    LabelsConfig,
+    MaskConfig,
+    MixAlpha,
+    MultiLabelConfig,
+    Name,
+    NotNegative,
+    Place,
+    Positive,
+    Probability,
+    Section,
+    Side,
+    TextConfig,
+    TrainBatchSize,
+)
 
-
-class Section(BaseModel):
-    """Base class of the configuration sections. A section is immutable, and rejects unknown keys."""
-
-    # Reject unknown keys, NaN and infinity, and allow keys that start with `model_`.
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
-
+__all__ = [
+    "DATA_NAMES",
+    "LARGEST_SIDE",
+    "NETWORKS",
+    "TASK_NAMES",
+    "AugmentConfig",
+    "Config",
+    "CostConfig",
+    "DataConfig",
+    "LabelsConfig",
+    "LoggerConfig",
+    "MaskConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "Section",
+    "StepStatsConfig",
+    "TextConfig",
+    "TrainerConfig",
+    "flatten",
+]
 
 #: Family of each network (``model.name``) that another package adds with a kind. See `training.kinds.registry`.
 NETWORKS: dict[str, str] = {}
@@ -43,15 +61,17 @@ class ModelConfig(Section):
     """The network and its weights.
 
     `name` is the name of a timm model, of a network of this package (e.g. ``vit_digits``), or of a segmentation network
-    or text classifier.
+    or text classifier. With ``library: transformers``, `name` is a model type or a repository on the Hub.
     """
 
     name: Name
+    #: Library of an image classifier. If null, the library is timm.
+    library: Literal["transformers"] | None = None
     pretrained: bool = True
     #: timm's name of the encoder, if `name` is a network of segmentation-models-pytorch.
     encoder: Name | None = None
     #: Local file (.safetensors, .pth, .npz) with timm's parameter names. If the value is null and `pretrained` is true,
-    #: the weights are downloaded. For a text classifier, the value may also be a folder.
+    #: the weights are downloaded. For a network of `transformers`, the value may also be a folder.
     weights: Name | None = None
     #: Prefix of parameter names that selects a part of `weights` if several parts match, e.g. ``teacher.backbone``.
     weights_key: Name | Annotated[int, Field(ge=0)] | None = None
@@ -61,8 +81,9 @@ class ModelConfig(Section):
     image_size: Side | tuple[Side, Side] | None = None
     drop_path_rate: Fraction = 0.0
     drop_rate: Fraction = 0.0
-    #: Freeze the running statistics of BatchNorm during training.
-    frozen_bn: bool = True
+    #: Freeze the running statistics of BatchNorm during training. With ``frozen_part``, only the statistics of layers
+    #: whose weight and bias are not trained are frozen.
+    frozen_bn: bool | Literal["frozen_part"] = True
     #: Initialize the parameters of a new classifier to zero.
     zero_head: bool = False
     #: Part of the network that is trained by methods whose YAML file does not set `select`.
@@ -70,7 +91,7 @@ class ModelConfig(Section):
     #: Mean and standard deviation of each channel for normalization. If null, the values from pretraining are used.
     mean: tuple[float, ...] | None = None
     std: tuple[Positive, ...] | None = None
-    #: Additional arguments of ``timm.create_model``.
+    #: Additional arguments of ``timm.create_model``, or of the configuration of `transformers`.
     kwargs: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -88,10 +109,12 @@ class AugmentConfig(Section):
     """The transform of training images.
 
     ``resize_crop`` resizes the image, crops a random part whose relative area is in the range `scale`, resizes this
-    part to the input size, and flips half of the images. ``none`` applies the transform of evaluation.
+    part to the input size, and flips half of the images. ``none`` applies the transform of evaluation. ``light``,
+    ``medium`` and ``strong`` are presets (`config.augment.PRESETS`) of further transforms after ``resize_crop``. The
+    settings from `policy` to `cutmix` override the preset, and are null to use the value of the preset.
     """
 
-    name: Literal["resize_crop", "none"] = "resize_crop"
+    name: Literal["resize_crop", "none", "light", "medium", "strong"] = "resize_crop"
     #: Size before the crop: ``input`` (the network's input size), a side length in pixels, or ``none`` (unchanged).
     resize: Count | Literal["input", "none"] = "input"
     scale: tuple[Annotated[float, Field(gt=0, le=1)], Annotated[float, Field(gt=0, le=1)]] = (0.08, 1.0)
@@ -100,71 +123,27 @@ class AugmentConfig(Section):
     vertical_flip: bool = False
     #: Number of enabled transforms (crop and flips) to draw for each image. If null, all transforms are applied.
     pick: Count | None = None
-
-
-MaskValue = Annotated[int, Field(ge=0, lt=2**16)]
-_Channel = Annotated[int, Field(ge=0, le=255)]
-
-
-class MaskConfig(Section):
-    """Settings of segmentation data sets: folders, classes, pixel values without a label, and sizes."""
-
-    #: Names of the classes with the ids 0, 1, …. If null, the names come from the data set or from classes.txt.
-    classes: list[Name] | None = None
-    #: Ids of pixels without a label, in addition to 255.
-    ignored: list[MaskValue] = Field(default_factory=list)
-    #: Class name, class id, or ``void`` (no label) for each pixel value. With ``ids``, pixel values are class ids. Null
-    #: has the same meaning, but ambiguous masks are rejected.
-    values: Annotated[dict[MaskValue, Name | int], Field(min_length=1)] | Literal["ids"] | None = None
-    #: Color of each class in color masks, as [red, green, blue] or "#rrggbb". The name ``void`` means no label.
-    colors: Annotated[dict[Name, Name | tuple[_Channel, _Channel, _Channel]], Field(min_length=1)] | None = None
-    #: Read masks with a palette by index or by color. With ``auto``, colors are used if the classes have colors.
-    palette: Literal["auto", "index", "color"] = "auto"
-    #: Orientation of masks for images with an EXIF orientation tag. With ``upright``, masks have the orientation of the
-    #: upright image. With ``raw``, masks have the orientation of the stored pixels. With ``auto``, the sizes of the
-    #: image and the mask determine the orientation.
-    exif: Literal["auto", "upright", "raw"] = "auto"
-    #: Names of the mask folder and the image folder. If null, the folders are recognized automatically.
-    folder: Name | None = None
-    image_folder: Name | None = None
-    #: Read only masks whose file stem ends with this suffix. If null, all masks are read.
-    suffix: Name | None = None
-    #: Range of the random scale factor of training images before the crop.
-    zoom: tuple[Positive, Positive] = (0.5, 2.0)
-    #: Flip half of the training images left to right.
-    flip: bool = True
-    #: Size (height, width) in pixels to which images are resized in evaluation. If null, the original size is kept.
-    resize: tuple[Count, Count] | None = None
-    #: Evaluate on whole images, or on windows of the training size whose logits are averaged.
-    evaluation: Literal["whole", "windows"] = "whole"
-
-
-class TextConfig(Section):
-    """Settings of text data sets: the columns, format and labels of files."""
-
-    #: Column that contains the text, or the two columns that contain a pair of texts.
-    columns: Annotated[list[Name], Field(min_length=1, max_length=2)] = ["text"]
-    #: Column that contains the class.
-    label: Name = "label"
-    #: Names of all columns, for tables without a header. If null, the first line contains the names.
-    names: Annotated[list[Name], Field(min_length=2)] | None = None
-    #: Delimiter between cells. If null, the delimiter is determined by the file extension or the columns.
-    delimiter: Literal["comma", "semicolon", "tab", "pipe"] | None = None
-    #: If true, quotes enclose cells. If false, quotes are plain characters. If null, the value is true for .csv files
-    #: and false for .tsv files.
-    quotes: bool | None = None
-    #: Python name of the file encoding, e.g. cp1252 or utf-16-le. If null, the byte order mark determines the encoding.
-    #: Without a byte order mark, the encoding is UTF-8.
-    encoding: Name | None = None
-    #: Labels that mean "no label", in addition to empty labels and NaN.
-    missing: list[str | int | float] = ["null", "NULL", "NA", "N/A"]
-    #: Labels that differ only in case are merged if true, kept separate if false, and rejected if null.
-    ignore_case: bool | None = None
+    #: Policy of random transforms of torchvision, which follows the crop and the flips.
+    policy: Literal["none", "randaugment", "trivialaugment", "autoaugment"] | None = None
+    #: Number of transforms of RandAugment for each image, and their magnitude from 0 to 30.
+    num_ops: Annotated[int, Field(ge=1, le=14)] = 2
+    magnitude: Annotated[int, Field(ge=0, le=30)] = 9
+    #: Strength of the color jitter: brightness, contrast and saturation are multiplied by a factor in the range
+    #: [1 - strength, 1 + strength].
+    color_jitter: Probability | None = None
+    #: Probability of erasing a random rectangle of an image.
+    erase_prob: Probability | None = None
+    #: Parameter alpha of the Beta distribution for MixUp and for CutMix. With 0, images are not mixed in this way. If
+    #: both are positive, each batch is mixed in one of the two ways, with equal probability.
+    mixup: MixAlpha | None = None
+    cutmix: MixAlpha | None = None
+    #: Probability of mixing a batch with MixUp or CutMix.
+    mix_prob: Probability = 1.0
 
 
 #: Names of the data sets in this package.
 DATA_NAMES = (
-    "folder", "digits", "cifar10", "cifar100", "flowers102", "food101", "pets", "aircraft", "cars", "cub200",
+    "folder", "labels", "digits", "cifar10", "cifar100", "flowers102", "food101", "pets", "aircraft", "cars", "cub200",
     "mask_folder", "camvid", "cityscapes", "voc2012_aug", "text_folder", "rte",
 )  # fmt: skip
 
@@ -178,13 +157,20 @@ class DataConfig(Section):
     #: Follow links to targets outside of `root` in a user's folder. If false, such links are rejected.
     follow_links: bool = False
     #: One or more folders for each split of a user's data set, relative to `root`. The direct subfolders are the
-    #: classes. If null, the splits are recognized by name.
+    #: classes. With data=labels, the values of the split column. If null, the splits are recognized by name.
     splits: dict[Literal["train", "val", "test"], Place | Annotated[list[Place], Field(min_length=1)]] | None = None
     #: Gray values that map to black and white in images with more than 8 bits. If null, the values are 0 and 65535.
     value_range: tuple[float, float] | None = None
     #: Maximum number of pixels of an image file. Larger images are rejected.
     max_pixels: Count = 178_956_970
-    batch_size: BatchSize = 64
+    #: Number of samples per batch. With ``auto``, a run selects the largest batch size that is predicted to fit into
+    #: `memory` or, without this budget, into the available memory. See `training.memory.batch_size`.
+    batch_size: TrainBatchSize = 64
+    #: Number of samples per optimizer step over all processes. `trainer.grad_accum_steps` is then the quotient of this
+    #: number and the batch size. If null, `trainer.grad_accum_steps` determines the number of samples.
+    effective_batch_size: Annotated[int, Field(ge=1, le=2**20)] | None = None
+    #: True in config.yaml of a run that selected `batch_size`. Commands reject this value.
+    batch_size_selected: bool = False
     #: Batch size of evaluation. If null, `batch_size` is used.
     eval_batch_size: BatchSize | None = None
     num_workers: Annotated[int, Field(ge=0, le=256)] = 2
@@ -195,11 +181,16 @@ class DataConfig(Section):
     #: With select_best_on=test, also train on the official validation images (flowers102, aircraft).
     train_on_val: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
+    #: How often each class is drawn in an epoch: as often as it occurs (shuffle), each class equally often (balanced),
+    #: or in proportion to the square root of its number of training samples (sqrt). See `data.balanced_sampler`.
+    sampler: Literal["shuffle", "balanced", "sqrt"] = "shuffle"
     augment: AugmentConfig = AugmentConfig()
     #: Settings of a segmentation data set, or null for a data set without masks.
     masks: MaskConfig | None = None
     #: Settings of a text data set, or null for a data set of images.
     text: TextConfig | None = None
+    #: Settings of a label file, or null for a data set without a label file.
+    labels: LabelsConfig | None = None
     download: bool = True
     #: Keep decoded and resized images on disk for later epochs and runs. With ``auto``, images are kept if the disk has
     #: enough space.
@@ -207,6 +198,11 @@ class DataConfig(Section):
     decoded_folder: Name = "outputs/decoded"
     #: Maximum size of the decoded images on disk, in bytes or with a unit.
     decoded_limit: str | int | float = "4GB"
+
+    @property
+    def automatic(self) -> bool:
+        """True if the batch size is ``auto``, or was ``auto`` before the run selected a batch size."""
+        return self.batch_size_selected or not isinstance(self.batch_size, int)
 
 
 class OptimConfig(Section):
@@ -228,6 +224,9 @@ class OptimConfig(Section):
     #: Learning rate at the end of the cosine schedule, as a fraction of `lr`.
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     label_smoothing: Fraction = 0.1
+    #: Weight of each class in the training loss: ``auto`` (inversely proportional to the number of training samples), a
+    #: file, a list with one weight per class, or a mapping from class names to weights. See `config.class_weights`.
+    class_weights: Name | list[float] | dict[str, float] | None = None
     #: Maximum norm of the whole gradient, or null for no clipping.
     grad_clip_norm: Annotated[float, Field(ge=1e-6)] | None = 5.0
     #: Factor by which `lr` is multiplied for the classifier.
@@ -259,6 +258,12 @@ class TrainerConfig(Section):
     strategy: Literal["auto", "ddp"] = "auto"
     #: Number of batches per optimizer step.
     grad_accum_steps: Count = 1
+    #: Decay of an exponential moving average of the trained weights, which is evaluated and exported. If null, weights
+    #: are not averaged. See `training.callbacks.ema`.
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    #: Number of epochs without improvement of the metric that selects the best epoch, after which training stops. If
+    #: null, training does not stop early. The learning-rate schedule is planned for all epochs.
+    patience: Count | None = None
     #: Use the channels-last memory format for convolutions. If null, this format is used only on a CPU, where it is
     #: faster.
     channels_last: bool | None = None
@@ -327,6 +332,10 @@ class StepStatsConfig(Section):
     interval: Annotated[int, Field(ge=0)] = 0
 
 
+#: Names of the kinds of task in this package.
+TASK_NAMES = ("classification", "multilabel", "regression", "segmentation", "text")
+
+
 class Config(Section):
     """The configuration of a run.
 
@@ -334,9 +343,7 @@ class Config(Section):
     """
 
     #: The kind of task. Other packages may add kinds. See `config.kinds`.
-    task: Annotated[Name, Field(json_schema_extra={"enum": ["classification", "segmentation", "text"]})] = (
-        "classification"
-    )
+    task: Annotated[Name, Field(json_schema_extra={"enum": [*TASK_NAMES]})] = "classification"
     model: ModelConfig
     #: The data set, or the first data set of `tasks`.
     data: DataConfig
@@ -349,6 +356,8 @@ class Config(Section):
     logger: LoggerConfig = LoggerConfig()
     cost: CostConfig = CostConfig()
     step_stats: StepStatsConfig = StepStatsConfig()
+    #: Settings of task=multilabel.
+    multilabel: MultiLabelConfig = MultiLabelConfig()
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 233
     #: With ``auto``, an interrupted run continues, and the result of a finished run is shown. With ``never``, the run
     #: starts from the beginning.
@@ -390,6 +399,16 @@ class Config(Section):
         copy._given_precision = self.given_precision
         return copy
 
+    def with_batch_size(self, batch_size: int, grad_accum_steps: int) -> Config:
+        """Return a copy with another batch size and accumulation. An automatic batch size is marked as selected."""
+        data = {"batch_size": batch_size, "batch_size_selected": self.data.automatic}
+        return self.model_copy(
+            update={
+                "data": self.data.model_copy(update=data),
+                "trainer": self.trainer.model_copy(update={"grad_accum_steps": grad_accum_steps}),
+            }
+        )
+
     def with_options(self, options: dict[str, Any] | None) -> Config:
         """Return a copy that also stores the settings of the options that the command line selects (e.g. ``model=``).
 
@@ -412,10 +431,12 @@ class Config(Section):
 
     @model_serializer(mode="wrap")
     def _as_given(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Remove `tasks` from the configuration of a run on one data set, and write the given precision."""
+        """Remove `tasks` and `multilabel` if they have no effect, and write the given precision."""
         plain: dict[str, Any] = write(self)
         if not self.tasks:
             plain.pop("tasks", None)
+        if self.multilabel == MultiLabelConfig():  # runs without these settings keep their names
+            plain.pop("multilabel", None)
         if self._given_precision is not None and "precision" in plain.get("trainer", {}):
             plain["trainer"]["precision"] = self._given_precision
         return plain

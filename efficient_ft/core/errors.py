@@ -10,6 +10,7 @@ import difflib
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 
 class UserError(ValueError):
@@ -39,6 +40,28 @@ class SettingError(UserError):
             text = f"{setting} must be one of {', '.join(names)}, got {value}."
             text += did_you_mean(str(value), names)
         super().__init__(text if do is None else f"{text} {do}")
+
+
+#: Number of open `on_command_line` blocks in this thread. Programs on the command line have at least one open block.
+_command_lines: ContextVar[int] = ContextVar("_command_lines", default=0)
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Let messages name settings of the command line instead of arguments of Python functions (see `hint`).
+
+    The blocks may end in any order. Other threads are not affected.
+    """
+    _command_lines.set(_command_lines.get() + 1)
+    try:
+        yield
+    finally:
+        _command_lines.set(_command_lines.get() - 1)
+
+
+def hint(python: str, command_line: str = "") -> str:
+    """Return the advice of a message: `command_line` inside `on_command_line`, and `python` otherwise."""
+    return command_line if _command_lines.get() > 0 else python
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -33,18 +33,27 @@ def format_seconds(value: float) -> str:
     return whole + part * bool(minutes if hours else rest)
 
 
-def format_percent(fraction: float, sign: bool = False) -> str:
+def format_percent(fraction: float, sign: bool = False, digits: int = 2) -> str:
     """Format a fraction as a percentage: 0.93139 → ``93.14 %``.
 
     If `sign` is True, positive values begin with a plus sign. A fraction below 1 is never formatted as ``100 %``, and a
-    fraction above 0 is never formatted as ``0 %``. The percentage has two decimals, so that different accuracies on
-    10,000 samples can be distinguished.
+    fraction above 0 is never formatted as ``0 %``. By default, the percentage has two decimals (`digits`), so that
+    different accuracies on 10,000 samples can be distinguished.
     """
-    value = 100 * fraction
-    value = min(value, 99.99) if value < 100 else value
-    if 0 < abs(value) < 0.005:
-        return "< 0.01 %" if value > 0 else "> -0.01 %"
-    return f"{value:{'+' if sign and value else ''}.{0 if value in (0, 100) else 2}f} %"
+    value, least = 100 * fraction, 10**-digits
+    value = min(value, 100 - least) if value < 100 else value
+    if 0 < abs(value) < least / 2:
+        return f"< {least:.{digits}f} %" if value > 0 else f"> -{least:.{digits}f} %"
+    return f"{value:{'+' if sign and value else ''}.{0 if value in (0, 100) else digits}f} %"
+
+
+#: Metrics that are not fractions, so that they are not formatted as percentages.
+NOT_IN_PERCENT = frozenset({"r2"})
+
+
+def format_metric(value: float, metric: str = "accuracy") -> str:
+    """Format a metric as a percentage: 0.93139 → ``93.14 %``. R² is formatted as a number: ``0.9314``."""
+    return f"{value:.4f}" if metric in NOT_IN_PERCENT else format_percent(value)
 
 
 def format_ratio(value: float) -> str:

@@ -288,5 +288,9 @@ def least_widths(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), w
 
 
 def spelled(metric: str) -> str:
-    """Return the display name of a metric: ``mean_iou`` → ``mean IoU``."""
-    return {"mean_iou": "mean IoU"}.get(metric, metric.replace("_", " "))
+    """Return the display name of a metric: ``mean_iou`` → ``mean IoU``; ``mae_width`` → ``MAE width``."""
+    score, of, target = metric.partition("_")
+    if of and score in ("mae", "rmse"):
+        return f"{score.upper()} {target}"
+    return {"mean_iou": "mean IoU", "mean_average_precision": "mAP", "r2": "R²", "mae": "MAE", "rmse": "RMSE",
+            "f1_macro": "macro F1", "f1_micro": "micro F1"}.get(metric, metric.replace("_", " "))  # fmt: skip

@@ -21,6 +21,11 @@ MULTIPLE = 8
 _RARE = "\u16d4"
 
 
+def padded_length(longest: int, max_length: int) -> int:
+    """Return the length of a batch whose longest text has `longest` tokens after truncation to `max_length` tokens."""
+    return min(-(-longest // MULTIPLE) * MULTIPLE, max_length)
+
+
 class Tokenizer:
     """Tokenizer that converts texts to the inputs of a network, with truncation and padding.
 
@@ -74,7 +79,7 @@ class Tokenizer:
             found = self._encode(texts)
         finally:
             self._tokenizer.no_truncation()
-        length = min(-(-max(map(len, found)) // MULTIPLE) * MULTIPLE, max_length)
+        length = padded_length(max(map(len, found)), max_length)
         number, text = self.pad
         for encoding in found:
             encoding.pad(length, pad_id=number, pad_token=text)

@@ -201,6 +201,8 @@ def count(probe: Probe) -> Executed:
     except UserError:
         raise
     except Exception as error:  # if the model itself fails, the real run raises the error again
+        if not probe.has_weights:
+            raise
         reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
     if images <= FEW:
         return replace(count_batch(probe, images, fake=False), counted_on=f"a real run ({reason})")

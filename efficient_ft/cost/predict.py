@@ -113,7 +113,7 @@ class Demand:
         step_bytes: peak memory of a training step, including the optimizer state and accumulated gradients, but not the
             model or the batch.
         largest_bytes: size of the largest tensor that an operation of the step creates.
-        optimizer_bytes: size of the optimizer's state, which is included in `step_bytes`.
+        optimizer_bytes: size of the optimizer's state and of the averaged weights, which are included in `step_bytes`.
         gradient_bytes: size of the gradients that stay allocated between micro-batches.
         evaluation: counts of an evaluation batch.
         load_bytes: memory for reading and decoding a training batch in this process.

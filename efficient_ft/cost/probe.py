@@ -83,6 +83,12 @@ class Probe:
             if self._plain is None:
                 self.model, self.methods = _applied(plain, {})
 
+    @property
+    def has_weights(self) -> bool:
+        """Return True if no parameter of the original model is on the meta device. Real steps require this."""
+        model = self.model if self._plain is None else self._plain[0]
+        return not any(parameter.is_meta for parameter in model.parameters())
+
     def warm_up(self) -> None:
         """Run the warm-up steps of the methods on real tensors, because the methods' choices depend on tensor values.
 
@@ -190,8 +196,7 @@ class Probe:
             model.to("cpu")
         model.train()
         model.zero_grad(set_to_none=True)
-        if self.spec.frozen_bn:
-            freeze_batch_norm(model)
+        freeze_batch_norm(model, self.spec.frozen_bn)
         return model, methods
 
 

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.cost.meter import storages
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.frozen_batch_norm import FrozenStatistics, freeze_batch_norm
+from efficient_ft.models.view.probe import options_for
 from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
 #: Autocast dtype of each precision, or None for no autocast.
@@ -33,7 +34,7 @@ class StepOptions(TypedDict, total=False):
     precision: str
     label_smoothing: float
     in_chans: int
-    frozen_bn: bool
+    frozen_bn: FrozenStatistics
     grad_clip_norm: float | None
     task: Task
 
@@ -48,7 +49,8 @@ class StepSpec:
         precision: ``fp32`` for no autocast, or ``bf16`` or ``fp16`` for autocast to this dtype.
         label_smoothing: amount of label smoothing in the cross-entropy loss.
         in_chans: number of image channels.
-        frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default.
+        frozen_bn: if True, BatchNorm layers use their running statistics, as runs do by default. If ``frozen_part``,
+            only layers whose weight and bias are not trained use them.
         grad_clip_norm: maximum norm of the gradient of all parameters. If None, the gradient is not clipped. The cost
             of clipping is not counted.
         task: task that defines the logits and the loss.
@@ -62,7 +64,7 @@ class StepSpec:
     precision: str = "fp32"
     label_smoothing: float = 0.0
     in_chans: int = 3
-    frozen_bn: bool = True
+    frozen_bn: FrozenStatistics = True
     grad_clip_norm: float | None = None
     task: Task = field(default_factory=Classification)
 
@@ -173,7 +175,8 @@ def forward_and_loss(
         UserError: If the model does not return logits.
     """
     with torch.autocast(targets.device.type, dtype=spec.dtype, enabled=spec.dtype is not None):
-        logits = spec.task.logits(model, inputs)
+        options = options_for(model, inputs.shape[2:]) if isinstance(inputs, Tensor) else {}
+        logits = spec.task.logits(model, inputs, **options)
         loss = methods.loss(spec.task.loss(logits, targets, spec.label_smoothing))
     # Leaving autocast clears the cache of cast weights, unless an outer context exists (`undisturbed`). The casts would
     # then stay until the end of the backward pass, and a second step would reuse them.
@@ -226,8 +229,7 @@ class TrainingStep:
     ) -> None:
         self.spec, self.device = spec, torch.device(device)
         self.model = model.to(self.device).train()
-        if spec.frozen_bn:
-            freeze_batch_norm(self.model)
+        freeze_batch_norm(self.model, spec.frozen_bn)
         self.methods = StepMethods(methods)
         generator = torch.Generator().manual_seed(0)
         inputs, labels = spec.example(spec.batch_size, generator)

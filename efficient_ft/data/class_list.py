@@ -15,7 +15,7 @@ from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted
 from efficient_ft.data.file_list import unreadable
 from efficient_ft.data.masks import UNKNOWN, Classes, Color
-from efficient_ft.data.text_rows import MARKS
+from efficient_ft.data.tables import MARKS
 
 #: Names of class list files, in order of preference. Classes are read from the first existing file. If this file
 #: contains no colors, a later file may provide the colors.

@@ -87,7 +87,8 @@ def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
         elif isinstance(part.images, np.ndarray):
             parts[split] = _blocks(part.images, part.labels)
         else:
-            first = np.unique(part.labels, return_index=True)[1][:FILES]
+            one = part.labels.ndim == 1  # otherwise, an image has several labels or numbers
+            first = np.unique(part.labels, return_index=True)[1][:FILES] if one else np.zeros(0, dtype=np.int64)
             parts[split] = _files(part.images, np.union1d(spread(len(part), FILES), first), root)
             parts[f"{split} labels"] = Part(len(part.labels), [split], _hash(label_bytes(part.labels).tobytes()))
     return Contents(parts)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from efficient_ft.core.text import printable
+from efficient_ft.core.text import plain_line, printable
 
 
 def counted(count: int, noun: str) -> str:
@@ -25,6 +25,12 @@ def and_more(count: int, noun: str = "") -> str:
 def some(names: Sequence[str], count: int = 6) -> str:
     """Join the first `count` names with commas, and append the number of remaining names."""
     return ", ".join(printable(name) for name in names[:count]) + and_more(len(names) - count)
+
+
+def some_groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int], count: int = 3) -> str:
+    """Format the first `count` groups of names with the number of samples of each name."""
+    shown = (" and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:count])
+    return "; ".join(shown) + and_more(len(groups) - count)
 
 
 def shortened(text: str, length: int) -> str:

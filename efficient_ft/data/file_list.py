@@ -124,18 +124,20 @@ def refuse_elsewhere(listed: Iterable[str], root: Path, follow_links: bool) -> N
     """Raise `UserError` if listed files are outside of the data set's folder.
 
     Links that lead out of `root` are accepted if `follow_links` is True. Other paths outside of `root` are rejected.
+    Relative paths, absolute paths and paths through links to `root` are compared with each other.
     """
-    top, written = os.path.realpath(root), os.path.normpath(root)
+    top, written = os.path.realpath(root), os.path.abspath(root)
     links: dict[str, set[str]] = {}
     for path in listed:
         folder, name = os.path.split(path)
         if folder not in links:
-            if not _within(os.path.normpath(folder), written):
+            real = os.path.realpath(folder)
+            if not _within(os.path.abspath(folder), written) and not _within(real, top):
                 raise UserError(
                     f"The file lists in {printable(root)} contain the path {printable(path)}, which is outside of this"
-                    " folder. Remove the path from the lists, or copy the complete data set to this folder."
+                    " folder. Remove the path from the lists, or set data.root to a folder that contains all files."
                 )
-            if not follow_links and not _within(os.path.realpath(folder), top):
+            if not follow_links and not _within(real, top):
                 raise _outside(folder, root)
             with os.scandir(folder) as entries:
                 links[folder] = {entry.name for entry in entries if entry.is_symlink()}

@@ -9,17 +9,19 @@ from pathlib import Path
 
 import numpy as np
 
+from efficient_ft.config.augment import describe, mixes
 from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.input_spec import InputSpec
+from efficient_ft.data.augment import MixedDataset, further_steps
 from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_images import PIXELS, inspect_images
 from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
-from efficient_ft.data.loader import DecodedImages, SplitDataset
-from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.loader import DecodedImages, Loader, SplitDataset
+from efficient_ft.data.opened import OpenedData, Wrap
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 from efficient_ft.data.row_store import require_room
 from efficient_ft.data.transforms import Transform
@@ -50,12 +52,17 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         augment = config.augment
         self.decoding = Decoding(config.value_range, config.max_pixels)
         options = (augment.scale, augment.flip, augment.resize, augment.vertical_flip, augment.pick)
-        self._train_transform = Transform(input, augment.name, *options, self.decoding)
+        name = "none" if augment.name == "none" else "resize_crop"
+        further = further_steps(augment, input.mean)
+        self._train_transform = Transform(input, name, *options, self.decoding)
+        self._train_transform.extend(further)
         self.transform_eval = Transform(input, decoding=self.decoding)
         if config.on_corrupt == "skip":
             listing = self._without_corrupt(listing)
         self._decoded: dict[str, DecodedImages] = {}
         self._parts = self._split(listing)
+        if further or mixes(augment):
+            self._notes.append(f"Training images are also transformed by {describe(augment)}.")
         count = len(self._parts["train"])
         if count < config.batch_size:
             limit = f"which are fewer than data.batch_size={config.batch_size}"
@@ -66,7 +73,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         recipe = self._config.train_on_val and listing.recipe_trains_on_val
         if self.best_split == "test" and recipe and "val" in parts:  # the best epoch is not selected on `val`
             parts["train"] = parts["train"].join(parts.pop("val"))
-        return self._choose_splits(parts, stratified_split)
+        return self._choose_splits(parts, self._hold_out)
+
+    def _hold_out(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
+        return stratified_split(samples, fraction, seed)
 
     def _without_corrupt(self, listing: Listing) -> Listing:
         parts: dict[str, Samples] = splits_of(listing)
@@ -77,8 +87,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
                 self._skipped.update(bad)
                 left = [i for i, path in enumerate(part.images) if path not in bad]
                 parts[name] = part.take(np.asarray(left, dtype=np.int64))
-        labels = set(np.unique(parts["train"].labels).tolist())
-        gone = [repr(name) for label, name in enumerate(listing.class_names) if label not in labels]
+        counts = self._per_class(parts["train"])
+        gone = [] if counts is None else [repr(listing.class_names[label]) for label in np.flatnonzero(counts == 0)]
         skip = "(data.on_corrupt=skip). Replace the unreadable files."
         if gone:
             raise UserError(f"The class {gone[0]} has no readable training image {skip}")
@@ -101,7 +111,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         decode = max((one.decode_bytes for one in found), default=0)
         size = transform.input.image_size
         kept = 4 * math.prod(transform.resize_size or size)  # number of bytes of a resized image or crop
-        return Reading(size, decode + kept, kept, 6 * math.prod(size), largest_file(found))
+        mixed = training and mixes(self._config.augment)  # the unmixed batch and one temporary tensor in fp32
+        return Reading(size, decode + kept, kept, (24 if mixed else 6) * math.prod(size), largest_file(found))
 
     def inspection_bytes(self) -> int:
         found = self._headers(("train", "val", "test"), None)
@@ -123,6 +134,16 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def _dataset(self, split: str, *, training: bool) -> SplitDataset:
         transform = self._train_transform if training else self.transform_eval
         return SplitDataset(self._parts[split], transform, self._seed, self._decoded.get(split))
+
+    def train_loader(self, rank: int = 0, world: int = 1, wrap: Wrap[SplitDataset] | None = None) -> Loader:
+        """Return a loader of shuffled, augmented and possibly mixed batches. See `OpenedData.train_loader`.
+
+        With MixUp or CutMix, the targets are probabilities, float32 (B, classes). With `wrap`, images are not mixed.
+        """
+        if wrap is None and mixes(self._config.augment):
+            augment, classes, seed = self._config.augment, self.num_classes, self._seed
+            return super().train_loader(rank, world, lambda images: MixedDataset(images, augment, classes, seed))
+        return super().train_loader(rank, world, wrap)
 
     def keep_decoded(self, epochs: int) -> None:
         """Keep decoded images on disk for a run of `epochs` epochs.

@@ -78,11 +78,15 @@ def inspect_images(
     decoding: Decoding | None = None,
     *,
     thorough: bool = False,
+    classes: bool = True,
+    near_labels: bool = True,
 ) -> Inspection:
     """Inspect the images of a data set, given its splits.
 
     By default, an evenly spaced subset of the images is inspected. If `thorough` is True, every image is decoded to
-    find all unreadable files and duplicates. The sizes of the images are always compared with `input`.
+    find all unreadable files and duplicates. The sizes of the images are always compared with `input`. The numbers of
+    images per class are only reported if `classes` is True. Near-duplicates with different labels are only reported if
+    `near_labels` is True.
     """
     decoding, found = decoding or Decoding(), Inspection()
     total = sum(len(part) for part in parts.values())
@@ -115,10 +119,11 @@ def inspect_images(
         _report_sizes(found, readable, total, input)
         _report_values(found, [image for image in readable if image.decoded], decoding)
         _report_files(found, readable)
-    _report_classes(found, parts, class_names)
+    if classes:
+        _report_classes(found, parts, class_names)
     if thorough:
         _report_duplicates(found, readable, class_names)
-        _report_near_duplicates(found, readable, class_names)
+        _report_near_duplicates(found, readable, class_names, near_labels)
     return found
 
 
@@ -356,7 +361,9 @@ def _place(image: _Seen, class_names: Sequence[str]) -> str:
     return f"{printable(image.path)} ({image.split}, {class_names[image.label]})"
 
 
-def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_names: Sequence[str]) -> None:
+def _report_near_duplicates(
+    found: Inspection, images: Sequence[_Seen], class_names: Sequence[str], labels: bool
+) -> None:
     decoded = [image for image in images if image.thumbnail is not None]
     chosen = [decoded[i] for i in spread(len(decoded), _COMPARED)]
     if len(chosen) < len(decoded):
@@ -371,7 +378,7 @@ def _report_near_duplicates(found: Inspection, images: Sequence[_Seen], class_na
         for words, differs in (
             ("", True),
             ("in different splits", first.split != second.split),
-            ("with different labels", first.label != second.label),
+            ("with different labels", labels and first.label != second.label),
         ):
             if differs:
                 near[words] |= {i, j}

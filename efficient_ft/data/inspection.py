@@ -109,10 +109,13 @@ class Summary:
     left_out: Mapping[str, int] = field(default_factory=dict)  # number of unused files, keyed by the reason
     skipped: Mapping[str, str] = field(default_factory=dict)  # reasons for skipping samples, keyed by path
     notes: Sequence[str] = ()  # notes for the user, one sentence each
+    outputs: str = "classes"  # plural noun for the outputs of the network
 
     def lines(self) -> list[str]:
         """Return the summary as short lines, which are printed to the terminal before training."""
-        found = [f"data: {self.name}, {self.task}, {len(self.class_names)} classes: {abridged(self.class_names)}"]
+        count = len(self.class_names)
+        outputs = verb(count, {"classes": "class"}.get(self.outputs, self.outputs.removesuffix("s")), self.outputs)
+        found = [f"data: {self.name}, {self.task}, {count} {outputs}: {abridged(self.class_names)}"]
         for split, one in self.splits.items():
             parts = [counted(one.samples, self.noun)]
             if one.per_class is not None and len(one.per_class):

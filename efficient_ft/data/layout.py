@@ -312,7 +312,8 @@ def labels_hint(folders: Sequence[Path]) -> str:
     """Return a sentence that lists the files that may contain labels, or an empty string if there are no such files."""
     places = [folder for folder in folders if folder.is_dir()]
     names = [e.name for place in places for e in os.scandir(place) if e.name.lower().endswith(_TABLES)]
-    return f" The labels may be in {some(sorted(names), 3)}. Sort the images into class folders." if names else ""
+    do = "Use data=labels data.labels.file=FILE, or sort the images into class folders."
+    return f" The labels may be in {some(sorted(names), 3)}. {do}" if names else ""
 
 
 def _listed(folders: Sequence[Folder]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -40,7 +40,7 @@ class Samples:
     """Images with labels."""
 
     images: Paths | np.ndarray  # paths of N files, or the pixels of N images, uint8 (N, H, W, 3)
-    labels: np.ndarray  # int64 (N,)
+    labels: np.ndarray  # classes, int64 (N,); 0 or 1 for each label, float32 (N, C); or targets, float64 (N, T)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,6 +79,7 @@ class AnyListing:
     """Base class of all listings, which contain the samples of each split and notes for the user."""
 
     notes: list[str] = field(default_factory=list)  # facts that a user should know, one sentence each
+    warnings: list[str] = field(default_factory=list)  # properties that are likely mistakes, one sentence each
     origins: dict[str, str] = field(default_factory=dict)  # short description of the source of each split
     left_out: dict[str, int] = field(default_factory=dict)  # number of unused files, keyed by the reason
 
@@ -149,6 +150,14 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
         held_out[positions[chosen]] = True
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
+
+
+def split_by_groups(
+    samples: Samples, groups: np.ndarray, hold_out: Callable[[Samples], tuple[Samples, Samples]]
+) -> tuple[Samples, Samples]:
+    """Hold out samples of every group, int64 (N,), instead of every class. See `stratified_split`."""
+    kept, held_out = hold_out(Samples(np.arange(len(samples)), groups))
+    return samples.take(np.asarray(kept.images)), samples.take(np.asarray(held_out.images))
 
 
 def label_bytes(labels: np.ndarray) -> memoryview:

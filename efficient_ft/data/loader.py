@@ -149,7 +149,8 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         Raise `UserError` if the file cannot be read.
         """
         image = self._transform.normalize(self._augmented([key]))[0]
-        return image, int(self.labels[key[1]])
+        label: Any = self.labels[key[1]]
+        return image, int(label) if label.ndim == 0 else label
 
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
         """Load images, float32 (B, C, H, W), and labels, int64 (B,). Return a `LoadFailure` if a file is unreadable."""
@@ -296,12 +297,17 @@ class CounterSampler(EpochSampler[tuple[int, int]]):
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         start, self.start = self.start, 0
-        epoch = self.epoch if self.shuffle else 0
+        epochs, indices = self._keys(self.epoch if self.shuffle else 0)
+        mine = slice(self.rank, self.used, self.world)
+        for epoch, index in zip(epochs[mine][start:], indices[mine][start:], strict=True):  # lists need more memory
+            yield int(epoch), int(index)
+
+    def _keys(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the keys of all processes in an epoch as two arrays (`size`,): epochs and indices."""
         # Without shuffling, the order is also random, because data sets are often sorted by class and a limited
         # evaluation uses only the first batches.
         order = np.random.default_rng([self.seed, epoch] if self.shuffle else 0).permutation(self.size)
-        for index in order[: self.used][self.rank :: self.world][start:]:  # a list would take five times the memory
-            yield epoch, int(index)
+        return np.broadcast_to(np.int64(epoch), self.size), order
 
 
 def _used(size: int, world: int, batch_size: int) -> int:

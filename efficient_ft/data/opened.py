@@ -17,6 +17,7 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line, printable
+from efficient_ft.data.balanced_sampler import BalancedSampler
 from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
@@ -62,13 +63,15 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
     #: The task of the data set, and the noun for one sample.
     task: ClassVar[str]
     noun: ClassVar[str]
+    #: Plural noun for the outputs of the network.
+    outputs: ClassVar[str] = "classes"
     #: Options for decoding image files, or None if there are no image files.
     decoding: Decoding | None = None
     _parts: Mapping[str, _Part]
 
     def __init__(self, config: DataConfig, seed: int, class_names: Sequence[str], listing: AnyListing) -> None:
         self._config, self._seed, self._digest = config, seed, listing.digest()
-        self.class_names, self._notes = list(class_names), list(listing.notes)
+        self.class_names, self._notes, self._warnings = list(class_names), list(listing.notes), list(listing.warnings)
         self._origins, self._left_out = dict(listing.origins), dict(listing.left_out)
         self._skipped: dict[str, str] = {}
         self.best_split: Split = config.select_best_on
@@ -99,6 +102,10 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             parts["train"] = train
             self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"
         return {name: parts[name] for name in SPLITS if name in parts}
+
+    def add_note(self, text: str) -> None:
+        """Add a sentence to the notes for the user."""
+        self._notes.append(text)
 
     def _note_skipped(self, kind: str) -> None:
         count = len(self._skipped)
@@ -134,6 +141,15 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """Return the labels of a split as an int64 array of shape (N,), or None if the samples have no labels."""
         return None
 
+    def use_batch_size(self, size: int) -> None:
+        """Load batches of `size` samples."""
+        self._config = self._config.model_copy(update={"batch_size": size})
+
+    def _per_class(self, part: _Part) -> np.ndarray | None:
+        """Return the number of samples of each class, int64 (classes,), or None if the samples have no classes."""
+        labels = self._labels(part)
+        return None if labels is None else np.bincount(labels, minlength=self.num_classes)
+
     def contents(self) -> Contents:
         """Read the files of the data set, and return their hashes."""
         return self._looked.read()
@@ -147,11 +163,11 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """Return a summary of the data set. See `inspect` for the argument `thorough`."""
         splits = {}
         for split, part in self._parts.items():
-            labels = self._labels(part)
-            counts = None if labels is None else np.bincount(labels, minlength=self.num_classes)
-            splits[split] = SplitSummary(len(part), self._origins.get(split, ""), counts)
+            splits[split] = SplitSummary(len(part), self._origins.get(split, ""), self._per_class(part))
         about = (self.name, self.task, self.noun, self.class_names, splits, self.best_split)
-        return Summary(*about, self.inspect(thorough=thorough), self._left_out, self._skipped, self._notes)
+        inspection = self.inspect(thorough=thorough)
+        inspection.warnings[:0] = self._warnings
+        return Summary(*about, inspection, self._left_out, self._skipped, self._notes, self.outputs)
 
     def training_batch(self, count: int) -> tuple[Any, list[int]]:
         """Load up to `count` training samples from as many classes as possible, transformed as in the first epoch.
@@ -214,15 +230,21 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """Return a loader of shuffled, augmented batches for one of `world` processes.
 
         A batch contains `data.batch_size` samples; the last batch may be smaller. The sampler is a `CounterSampler`,
-        which may skip samples at the end of an epoch.
+        which may skip samples at the end of an epoch. With ``data.sampler=balanced`` or ``sqrt``, the sampler is a
+        `BalancedSampler`.
 
         Args:
             rank: rank of the process.
             world: number of processes.
             wrap: function that converts the dataset before it is loaded, or None to load the dataset unchanged.
         """
-        size = self._config.batch_size
-        sampler = CounterSampler(len(self._parts["train"]), self._seed, rank, world, batch_size=size)
+        size, part, kind = self._config.batch_size, self._parts["train"], self._config.sampler
+        if kind == "shuffle":
+            sampler = CounterSampler(len(part), self._seed, rank, world, batch_size=size)
+        else:
+            labels = self._labels(part)
+            assert labels is not None, "`training.balance` rejects data without classes"
+            sampler = BalancedSampler(labels, kind, self._seed, rank, world, batch_size=size)
         dataset = self._dataset("train", training=True)
         return make_loader(wrap(dataset) if wrap else dataset, sampler, self._config.num_workers, size)
 
@@ -250,6 +272,16 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         """
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off for this data set")
+
+    def class_sizes(self) -> np.ndarray | None:
+        """Return the number of training samples of each class, int64 (C,), or None if a sample does not have a class.
+
+        For example, the samples of a segmentation data set have several classes each.
+        """
+        labels = self._labels(self._parts["train"])
+        if labels is None or labels.ndim != 1 or labels.dtype.kind != "i":
+            return None
+        return np.bincount(labels, minlength=self.num_classes)
 
     def content_digest(self) -> str:
         """Return a digest of the training samples and of the samples on which the best epoch is selected."""

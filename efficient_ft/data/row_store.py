@@ -40,7 +40,12 @@ class RowStore:
 
     The folder is created, and the description `about` is written to about.json. If a store is pickled and sent to a
     worker process, the worker opens the files again.
+
+    Attributes:
+        full: True if a row could not be written because the disk was full. Users of the store set this attribute.
     """
+
+    full = False
 
     def __init__(self, folder: Path, about: Mapping[str, Any], rows: int, row_bytes: int) -> None:
         self.folder, self.rows, self.row_bytes = folder, rows, row_bytes

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,6 +121,20 @@ class MaskDataset(Dataset[tuple[Tensor, Tensor]]):
         return self.transform.batch(pairs)
 
 
+class EvaluationSizes(NamedTuple):
+    """The most frequent size of evaluated images, as sizes of a batch of such images.
+
+    Attributes:
+        image: size (H, W) of the images.
+        mask: size (H, W) of the masks.
+        unique: True if all inspected images have this size.
+    """
+
+    image: tuple[int, int]
+    mask: tuple[int, int]
+    unique: bool
+
+
 class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     """A segmentation data set that is ready for training and evaluation.
 
@@ -177,6 +192,16 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
             sides = [max((one.size[k] for one in found), default=STRIDE) for k in (1, 0)]
         height, width = (-(-side // STRIDE) * STRIDE for side in sides)
         return Reading((height, width), decode, 4 * pixels, 12 * height * width, largest, own_size=True)
+
+    def evaluation_sizes(self) -> EvaluationSizes | None:
+        """Return the most frequent size of evaluated images, or None if images are evaluated in windows."""
+        sizes = Counter(one.size for one in headers(self._parts[self.best_split].images, self.decoding))
+        if self.masks.evaluation == "windows" or not sizes:
+            return None
+        (width, height), _ = sizes.most_common(1)[0]
+        sides = (height, width) if self.masks.resize is None else self.masks.resize
+        padded = (-(-sides[0] // STRIDE) * STRIDE, -(-sides[1] // STRIDE) * STRIDE)
+        return EvaluationSizes(padded, padded if self.masks.resize is None else (height, width), len(sizes) == 1)
 
     def labeled(self, inputs: Any, targets: Tensor, input: InputSpec) -> list[tuple[Image.Image | str, str]]:
         """Return each image with an overlay of its class colors, and the names of its three largest classes."""

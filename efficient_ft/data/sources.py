@@ -13,6 +13,8 @@ from efficient_ft.data.digits import read_digits
 from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.image_data import ImageData
+from efficient_ft.data.label_data import MultiLabelData, TargetData
+from efficient_ft.data.labels import missing_labels, read_labels
 from efficient_ft.data.listing import Listing
 from efficient_ft.data.mask_folder import missing_mask_folder, read_mask_folder
 from efficient_ft.data.masks import MaskListing
@@ -23,6 +25,9 @@ from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
 
 #: For each data set that reads a folder of the user, the function that returns the error message for a missing folder.
 _MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
+
+#: Classes of data sets whose images do not have exactly one class, keyed by the kind of task.
+_OF_LABELS: dict[str, type[ImageData]] = {"multilabel": MultiLabelData, "regression": TargetData}
 
 
 class DataSource(Protocol):
@@ -56,6 +61,8 @@ def missing_data(config: DataConfig) -> str | None:
     if config.name in SOURCES:
         return SOURCES[config.name].missing(config)
     root = Path(config.root).expanduser()
+    if config.labels is not None:
+        return missing_labels(config)
     if config.name in _MISSING:
         return _MISSING[config.name](root)
     if config.name in MASK_SETS:
@@ -75,6 +82,8 @@ def class_count(config: DataConfig) -> int | None:
     if config.name in MASK_SETS:
         return len(MASK_SETS[config.name].classes.names)
     try:
+        if config.labels is not None:
+            return len(read_labels(config).class_names)
         if config.masks is not None:
             return len(_read_masks(config).classes.names)
         if config.name == "text_folder":
@@ -96,6 +105,8 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
         return cast("Listing", SOURCES[config.name].read(config))
     if config.name == "folder":
         return read_folder(Path(config.root).expanduser(), config.follow_links, config.splits)
+    if config.labels is not None:
+        return read_labels(config)
     if config.masks is not None:
         return _read_masks(config)
     if config.text is not None:
@@ -116,7 +127,8 @@ def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | Se
         return SegmentationData(listing, config, input, seed)
     if not isinstance(listing, Listing):
         raise UserError(f"data={config.name} contains texts, but images are required. Choose an image data set.")
-    return ImageData(listing, config, input, seed)
+    kind = ImageData if config.labels is None else _OF_LABELS.get(config.labels._task, ImageData)
+    return kind(listing, config, input, seed)
 
 
 def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int) -> TextData:
@@ -159,5 +171,5 @@ def _read_masks(config: DataConfig) -> MaskListing:
 def _published(config: DataConfig) -> PublishedSet:
     known = {**PUBLISHED, **TEXT_SETS}
     if config.name not in known:
-        raise SettingError("data.name", config.name, ["folder", "digits", *PUBLISHED])
+        raise SettingError("data.name", config.name, ["folder", "labels", "digits", *PUBLISHED])
     return known[config.name]

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.core.tokenizer import Tokenizer
+from efficient_ft.core.tokenizer import Tokenizer, padded_length
 from efficient_ft.data.inspect_texts import inspect_texts
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.listing import splits_of, stratified_split
@@ -20,13 +20,16 @@ from efficient_ft.data.opened import OpenedData
 from efficient_ft.data.reading import Reading
 from efficient_ft.data.texts import TextListing, Texts, reasons_of
 
+#: Number of texts whose lengths are measured at once.
+_MEASURED = 1000
+
 
 class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
-    """A dataset of the texts of a split, indexed by (epoch, index)."""
+    """A dataset of the texts of a split, indexed by (epoch, index). `labels` contains all labels, int64 (N,)."""
 
     def __init__(self, samples: Texts, tokenizer: Tokenizer, max_length: int) -> None:
         self._samples, self._tokenizer, self._max_length = samples, tokenizer, max_length
-        self._labels = torch.from_numpy(samples.labels)
+        self.labels = torch.from_numpy(samples.labels)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -35,7 +38,7 @@ class TextDataset(Dataset[tuple[dict[str, Tensor], Tensor]]):
         """Load a batch: the network inputs, int64 (B, L) each, and the labels, int64 (B,)."""
         numbers = [index for _, index in keys]
         texts = [self._samples.texts[index] for index in numbers]
-        return self._tokenizer.batch(texts, self._max_length), self._labels[numbers]
+        return self._tokenizer.batch(texts, self._max_length), self.labels[numbers]
 
 
 class TextData(OpenedData[Texts, TextDataset]):
@@ -59,7 +62,7 @@ class TextData(OpenedData[Texts, TextDataset]):
         self, listing: TextListing, config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: int
     ) -> None:
         super().__init__(config, seed, listing.class_names, listing)
-        self.tokenizer, self._max_length = tokenizer, max_length
+        self.tokenizer, self.max_length = tokenizer, max_length
         if listing.skipped:
             found = f"{len(listing.skipped):,} of {listing.size:,} texts cannot be used: {reasons_of(listing.skipped)}."
             if config.on_corrupt == "stop":
@@ -75,11 +78,21 @@ class TextData(OpenedData[Texts, TextDataset]):
         """Number of texts per sample: 1, or 2 for pairs."""
         return len(self._parts["train"].texts[0])
 
+    def longest(self) -> int:
+        """Return the length of the longest batch that the training split and the split for the best epoch can have."""
+        texts = [text for split in ("train", self.best_split) for text in self._parts[split].texts]
+        longest = 0
+        for start in range(0, len(texts), _MEASURED):
+            longest = max(longest, *self.tokenizer.measure(texts[start : start + _MEASURED])[0])
+            if longest >= self.max_length:
+                break
+        return padded_length(min(longest, self.max_length), self.max_length)
+
     def inspect(self, *, thorough: bool = False) -> Inspection:
-        return inspect_texts(self._parts, self.class_names, self.tokenizer, self._max_length, thorough=thorough)
+        return inspect_texts(self._parts, self.class_names, self.tokenizer, self.max_length, thorough=thorough)
 
     def reading(self, *, training: bool) -> Reading:
-        return Reading((self._max_length,))
+        return Reading((self.max_length,))
 
     def shown(self, inputs: Any, input: InputSpec) -> list[Any]:
         return self.tokenizer.decode(inputs["input_ids"])
@@ -88,4 +101,4 @@ class TextData(OpenedData[Texts, TextDataset]):
         return part.labels
 
     def _dataset(self, split: str, *, training: bool) -> TextDataset:
-        return TextDataset(self._parts[split], self.tokenizer, self._max_length)
+        return TextDataset(self._parts[split], self.tokenizer, self.max_length)

@@ -15,7 +15,8 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
 from efficient_ft.data.file_list import FileList, links_in, visible_entries
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
-from efficient_ft.data.text_rows import EXTENSIONS, Row, Rows, clean_name, read_rows, read_text, suffix_of
+from efficient_ft.data.tables import EXTENSIONS, clean_name, read_text, suffix_of
+from efficient_ft.data.text_rows import Row, Rows, read_rows
 
 LAYOUT = (
     "Expected layout: a file of rows (.csv, .tsv or .jsonl), a folder that contains such files named train, val and"

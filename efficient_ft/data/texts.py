@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import math
 import re
-import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,9 +18,10 @@ import numpy as np
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import and_more, counted, shortened, some, verb
+from efficient_ft.data.counts import and_more, counted, shortened, some, some_groups, verb
 from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
+from efficient_ft.data.tables import spelling
 from efficient_ft.data.text_places import LAYOUT, Reader, SplitRows
 from efficient_ft.data.text_rows import Row
 
@@ -219,14 +219,14 @@ def spellings(counts: Mapping[str, int], ignore_case: bool | None) -> tuple[dict
         best = min(group, key=lambda name: (not re.fullmatch("-?(0|[1-9][0-9]*)", name), -counts[name], name))
         same |= dict.fromkeys(group, best)
     if equal:
-        notes.append(f"Labels that are equal numbers form one class: {_groups(equal, counts)}.")
+        notes.append(f"Labels that are equal numbers form one class: {some_groups(equal, counts)}.")
     similar: dict[str, dict[str, None]] = defaultdict(dict)
     for name in counts:
-        similar[unicodedata.normalize("NFKC", name).strip("\"'").casefold()][same[name]] = None
+        similar[spelling(name)][same[name]] = None
     alike = [list(group) for group in similar.values() if len(group) > 1]
     if not alike:
         return same, notes
-    shown = _groups(alike, counts)
+    shown = some_groups(alike, counts)
     if ignore_case is None:
         raise UserError(
             f"Some labels differ only in case or quotes: {shown}. If these labels form one class, set"
@@ -312,10 +312,3 @@ def refuse_unlabeled(labels: Sequence[str], missing: int, split: str, source: st
         else f"none of {counted(missing, 'text')} has a label"
     )
     raise UserError(f"{source} is unlabeled: {why}. Unlabeled texts cannot be the {split} split.{advice}")
-
-
-def _groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:
-    shown = "; ".join(
-        " and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:_SHOWN]
-    )
-    return shown + and_more(len(groups) - _SHOWN)

@@ -18,7 +18,7 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.images import Decoding, read_image
 
-#: Supported values of ``data.augment.name``.
+#: Supported augmentations.
 AUGMENT = ("resize_crop", "none")
 _BANDS = (
     "Image files are read as RGB or gray images. model.kwargs.in_chans > 3 is supported only if you pass your own"
@@ -116,6 +116,11 @@ class Transform:
         """Resize an image. The result is deterministic and may be cached."""
         image = image.convert("L") if self._gray else image
         return image if self._resize is None else self._resize(image)
+
+    def extend(self, steps: Sequence[torch.nn.Module]) -> None:
+        """Apply further random transforms of PIL images after the augmentations."""
+        if steps:
+            self._augment = v2.Compose([*([] if self._augment is None else [self._augment]), *steps])
 
     def augment(self, image: Image.Image) -> Image.Image:
         """Apply random augmentations to a resized image."""

@@ -7,19 +7,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-import torch
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong, refuse_in_backward
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Adds, Needs
-from efficient_ft.models.frozen_batch_norm import freeze_batch_norm, frozen_layers, layers_without_statistics
+from efficient_ft.models.frozen_batch_norm import (
+    FrozenStatistics,
+    freeze_batch_norm,
+    frozen_layers,
+    layers_without_statistics,
+)
+from efficient_ft.models.view import check_arguments
 from efficient_ft.optim import steps_in_backward
 
 log = logging.getLogger(__name__)
-#: Names of classes that wrap or compile a module. Methods must be applied before a module is wrapped or compiled.
-_WRAPPERS = ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 #: Mapping from each model to its open session.
 OPENED: WeakKeyDictionary[nn.Module, ref[Any]] = WeakKeyDictionary()
 
@@ -40,13 +43,13 @@ def adds_loss(method: Method) -> bool:
     return Adds.LOSS in method.adds or Adds.LOSS not in type(method).adds
 
 
-def freeze_statistics(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`, and return the names of the newly frozen layers.
+def freeze_statistics(model: nn.Module, which: FrozenStatistics) -> list[str]:
+    """Freeze BatchNorm statistics of `model`, and return the names of the newly frozen layers.
 
     Log a warning for layers whose statistics still have their initial values, because these layers are not pretrained.
     """
     before, initial = frozen_layers(model), layers_without_statistics(model)
-    names = [name for name in freeze_batch_norm(model) if name not in before]
+    names = [name for name in freeze_batch_norm(model, which) if name not in before]
     if wrong := [name for name in names if name in initial]:
         log.warning(
             "warning: the BatchNorm statistics of %d layers are frozen at their initial values (mean 0, variance 1),"
@@ -89,21 +92,6 @@ def refuse_nested(model: nn.Module, session: object) -> None:
             )
 
 
-def refuse_wrapped_inside(network: nn.Module) -> None:
-    """Raise UserError if the network or a part of the network is compiled or wrapped."""
-    for name, module in network.named_modules():
-        wrapper = next((c.__name__ for c in type(module).__mro__ if c.__name__ in _WRAPPERS), None)
-        if wrapper is None and isinstance(module, torch.jit.ScriptModule):
-            wrapper = "ScriptModule"
-        if wrapper is None and getattr(module, "_compiled_call_impl", None) is not None:
-            wrapper = "Module.compile"
-        if wrapper is not None:
-            raise UserError(
-                f"The network must be a plain module, got {wrapper}" + (f" at {name}" if name else "") + ". Apply the"
-                " methods before you compile or wrap the network."
-            )
-
-
 def check_in_backward(methods: Iterable[Method], optimizers: Iterable[Any], **loop: Wrong | None) -> None:
     """Raise an error if an optimizer steps inside the backward pass and the methods or the loop require all gradients.
 
@@ -139,6 +127,15 @@ def refuse_foreign_state(methods: Iterable[Method], state: Mapping[str, Any], gi
         )
 
 
+def check_callback(network: object, structure: Mapping[str, Any]) -> None:
+    """Raise SettingError or TypeError if an argument of a callback is invalid. The network is found later."""
+    if not isinstance(network, str):
+        given = f"a {type(network).__name__}" if isinstance(network, nn.Module) else f"{network!r:.60}"
+        hint = 'Pass a name such as "model.backbone", or "" for the model itself.'
+        raise SettingError("network", given, "the name of an attribute of the model", hint)
+    check_arguments(structure)
+
+
 def find_network(module: Any, name: str) -> nn.Module:
     """Return the module at the dotted path `name` in `module`, or `module` itself if `name` is empty."""
     found = module
@@ -156,7 +153,7 @@ def _refuse_name(holder: Any, name: str, prefix: str, exists: bool) -> None:
     why = (
         "The attribute is not a module when the callback applies the methods. Build the network in __init__."
         if exists
-        else 'Pass the attribute that contains the timm model, or network="" for the module itself.'
+        else 'Pass the attribute that contains the network, or network="" for the module itself.'
     )
     of = f"{type(holder).__name__}" + (f" ({prefix})" if prefix else "")
     constraint = f"a module of {of}: " + (f"one of {', '.join(names)}" if names else "it has none")

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import check_in_backward, find_network, names_adding_loss
+from efficient_ft.integrations.checks import check_callback, check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
+from efficient_ft.models.frozen_batch_norm import FrozenStatistics
 from efficient_ft.models.view import Structure
 
 try:
@@ -50,7 +51,7 @@ class MethodCallback(Callback):
 
     Args:
         methods: one method or several methods, in any order.
-        network: name of the attribute in which the LightningModule stores the timm model. A dotted path, such as
+        network: name of the attribute in which the LightningModule stores the network. A dotted path, such as
             ``"encoder.net"``, is also allowed. ``""`` denotes the LightningModule itself.
         frozen_bn, classifier, **structure: see `MethodSession`.
 
@@ -72,10 +73,11 @@ class MethodCallback(Callback):
         self,
         methods: Method | Iterable[Method],
         network: str = "model",
-        frozen_bn: bool = True,
+        frozen_bn: FrozenStatistics = True,
         classifier: str | Iterable[str] = (),
         **structure: Unpack[Structure],
     ) -> None:
+        check_callback(network, structure)
         self.methods, self.network = in_order(methods), network
         self.session: MethodSession | None = None
         self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier, **structure}
@@ -97,7 +99,7 @@ class MethodCallback(Callback):
         """
         if getattr(pl_module, "_compiler_ctx", None) is not None:
             raise UserError(
-                f"The LightningModule must be a plain module, got torch.compile({type(pl_module).__name__}). Pass the"
+                f"The LightningModule must not be compiled, got torch.compile({type(pl_module).__name__}). Pass the"
                 " module itself, and compile parts of its network after the methods are applied, for example in"
                 " on_fit_start."
             )
@@ -145,6 +147,7 @@ class MethodCallback(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that the optimizers were created after the methods were applied and are compatible with the Trainer."""
         session = self._applied()
+        self._refuse_earlier_copies(trainer, pl_module)
         session.check_optimizers(trainer.optimizers)
         clip, accumulate = trainer.gradient_clip_val, trainer.accumulate_grad_batches
         precision, processes = trainer.precision, trainer.world_size
@@ -156,6 +159,19 @@ class MethodCallback(Callback):
             scaling=Wrong("precision", precision, "32-true or bf16-mixed") if precision == "16-mixed" else None,
             processes=Wrong("devices", processes, "1") if processes > 1 else None,
         )
+
+    def _refuse_earlier_copies(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        names = [name for name, _ in pl_module.named_parameters()]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            copied = getattr(callback, "_average_model", None)  # attribute of WeightAveraging and SWA
+            copies = copied.named_parameters() if isinstance(copied, nn.Module) else ()
+            if copies and [name.removeprefix("module.") for name, _ in copies] != names:
+                kind = type(callback).__name__
+                raise UserError(
+                    f"The callback {kind} copied the network before the methods were applied, so the parameters of its"
+                    f" copy differ from those of the network. List MethodCallback before {kind} in"
+                    " Trainer(callbacks=[...])."
+                )
 
     def _applied(self) -> MethodSession:
         assert self.session is not None, "the Trainer must call setup before all other hooks"

@@ -24,15 +24,15 @@ from efficient_ft.integrations.checks import (
     refuse_gradient_readers,
     refuse_loss_outside,
     refuse_nested,
-    refuse_wrapped_inside,
 )
 from efficient_ft.integrations.summary import summary
 from efficient_ft.methods.base import Applied, Method, apply_methods, in_order
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.stack import check_optimizer
-from efficient_ft.models.frozen_batch_norm import unfreeze_batch_norm
+from efficient_ft.methods.wrapped import check_module, refuse_wrapped
+from efficient_ft.models.frozen_batch_norm import FrozenStatistics, unfreeze_batch_norm
 from efficient_ft.models.trained import make_trainable, trainable
-from efficient_ft.models.view import Structure, default_image_size
+from efficient_ft.models.view import Structure, assumed_size_note, check_arguments, default_image_size
 
 if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed
@@ -68,7 +68,8 @@ class MethodSession:
     Args:
         model: image classifier that is neither compiled nor wrapped (see `Method.apply`).
         methods: one method or several methods, in any order.
-        frozen_bn: if True, freeze the BatchNorm statistics of the model. `remove` unfreezes the statistics.
+        frozen_bn: if True, freeze the BatchNorm statistics of the model. If "frozen_part", freeze only the statistics
+            of layers whose weight and bias are not trained. `remove` unfreezes the statistics.
         classifier, **structure: head, image size, prefix tokens and blocks of the model (see `Method.apply`).
 
     Attributes:
@@ -78,6 +79,7 @@ class MethodSession:
 
     Raises:
         SettingError: If `model` is not a module, or if `methods` contains an object that is not a method.
+        TypeError: If `structure` contains an unknown argument.
 
     Examples:
         >>> with MethodSession(model, [LastStage(), LBPDCT(order=4)]) as session:
@@ -95,22 +97,21 @@ class MethodSession:
         self,
         model: nn.Module,
         methods: Method | Iterable[Method],
-        frozen_bn: bool = True,
+        frozen_bn: FrozenStatistics = True,
         classifier: str | Iterable[str] = (),
         **structure: Unpack[Structure],
     ) -> None:
-        if not isinstance(model, nn.Module):
-            raise SettingError("model", f"{model!r:.60}", "a torch.nn.Module", "Pass the model first.")
+        check_module(model)
+        check_arguments(structure)
         self.model = model
         self.methods = in_order(methods)
         self.frozen_bn, self.classifier, self.structure = frozen_bn, classifier, structure
         self.reports: list[Applied] = []
         self._applied = self._open = self._entered = False
         self._frozen: list[str] = []  # Names of the BatchNorm layers that this session has frozen.
-        #: Values of `requires_grad` between two steps, keyed by parameter name, and a list of all parameters. Both
-        #: collections are empty before the first step.
-        self._between_steps: dict[str, bool] = {}
-        self._parameters: list[nn.Parameter] = []
+        # The next two attributes are empty before the first step.
+        self._between_steps: dict[str, bool] = {}  # value of requires_grad between two steps, by parameter name
+        self._parameters: list[nn.Parameter] = []  # all parameters of the model
         self._step: int | None = None
         self._last: int | None = None  # number of the last completed step of this training run
         self._block: int | None = None  # number of the step whose ``with`` block is running
@@ -119,6 +120,7 @@ class MethodSession:
         self._updated = False  # True if parameters were updated inside the backward pass
         self._checked = False
         self._counted: Executed | None = None
+        self._size_note = ""  # phrase that states the assumed image size of `_counted`, or an empty string
 
     def apply(self) -> MethodSession:
         """Apply the methods, freeze the BatchNorm statistics, and open the session.
@@ -133,12 +135,11 @@ class MethodSession:
                 not support the model.
         """
         if not self._applied:
-            refuse_wrapped_inside(self.model)
+            refuse_wrapped(self.model)
         refuse_nested(self.model, self)
         if not self._applied:
             self.reports = apply_methods(self.model, self.methods, self.classifier, **self.structure)
-            if self.frozen_bn:
-                self._frozen = freeze_statistics(self.model)
+            self._frozen = freeze_statistics(self.model, self.frozen_bn)
             for report in self.reports if rank() == 0 else ():
                 log.info("%s", report)
                 log.debug("%s", report.details().partition("\n")[2])
@@ -466,6 +467,7 @@ class MethodSession:
         channels = next((m.in_channels for m in self.model.modules() if isinstance(m, nn.Conv2d)), 3)
         options = {"in_chans": channels, "frozen_bn": self.frozen_bn, **options}
         size = default_image_size(self.model) if input_size is None else input_size
+        self._size_note = assumed_size_note(self.model) if input_size is None else ""
         self._counted = executed(self.model, batch_size, size, methods=self.methods, **options)
         return self._counted
 
@@ -474,15 +476,11 @@ class MethodSession:
         return f"MethodSession({type(self.model).__name__}: {names}{'' if self._applied else '; not applied'})"
 
     def __str__(self) -> str:
-        """Return three lines that describe the trainable parameters, the memory and the FLOPs."""
+        """Return three lines (trainable parameters, memory, FLOPs), and a fourth line if the image size is assumed."""
         if not self._applied:
             return f"{self!r}. Enter the session or call apply() to apply the methods."
-        return summary(
-            self.model,
-            self.methods,
-            self._saved_names(),
-            lambda: self._counted or self.cost(),
-        )
+        text = summary(self.model, self.methods, self._saved_names(), lambda: self._counted or self.cost())
+        return "\n".join(filter(None, (text, self._size_note)))
 
     def _require_applied(self, call: str, in_block: bool = False) -> None:
         if not self._applied:

@@ -18,11 +18,12 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.in_backward import Wrong
-from efficient_ft.integrations.checks import OPENED, check_in_backward, find_network, names_adding_loss
+from efficient_ft.integrations.checks import OPENED, check_callback, check_in_backward, find_network, names_adding_loss
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.base import Applied, Method, in_order
-from efficient_ft.methods.declarations import Adds
+from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.models.frozen_batch_norm import FrozenStatistics
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import Structure
 
@@ -39,6 +40,7 @@ except ImportError as error:
 
 _CHECKPOINTING = "Use the method Checkpointing, which recomputes blocks together with other methods."
 #: Fields of TrainingArguments that are not compatible with methods. The values are reasons or alternatives.
+#: Checkpointing is compatible with methods that neither pack activations, reduce tokens nor add a loss.
 _REFUSED = {
     "fsdp": "Methods require entire parameters, but FSDP shards parameters.",
     "deepspeed": "Methods require entire parameters, but DeepSpeed shards parameters.",
@@ -69,7 +71,7 @@ class MethodCallback(TrainerCallback, ExportableState):
 
     Args:
         methods: one method or several methods, in any order.
-        network: name of the attribute in which the model stores the timm model (``timm_model`` in `TimmWrapper`
+        network: name of the attribute in which the model stores the network (``timm_model`` in `TimmWrapper`
             models). A dotted path is also allowed. ``""`` denotes the model itself.
         frozen_bn, classifier, **structure: see `MethodSession`.
 
@@ -92,10 +94,11 @@ class MethodCallback(TrainerCallback, ExportableState):
         self,
         methods: Method | Iterable[Method],
         network: str = "timm_model",
-        frozen_bn: bool = True,
+        frozen_bn: FrozenStatistics = True,
         classifier: str | Iterable[str] = (),
         **structure: Unpack[Structure],
     ) -> None:
+        check_callback(network, structure)
         self.methods, self.network = in_order(methods), network
         self.session: MethodSession | None = None
         self._options: dict[str, Any] = {"frozen_bn": frozen_bn, "classifier": classifier, **structure}
@@ -125,12 +128,15 @@ class MethodCallback(TrainerCallback, ExportableState):
             self.session.check_optimizers([optimizer])
 
     def _refuse_arguments(self, args: Any) -> None:
+        conflicting = [m.name for m in self.methods if {Axis.MEMORY, Axis.TOKENS} & set(m.axes)]
+        conflicting += names_adding_loss(self.methods)
         for name, why in _REFUSED.items():
             value = getattr(args, name, None)
-            if value:
+            if value and (why != _CHECKPOINTING or conflicting):
                 both = why == _CHECKPOINTING and getattr(args, "activation_checkpointing", None)
                 name = "gradient_checkpointing (activation_checkpointing)" if both else name
-                raise SettingError(name, value, "off", why)
+                allowed = f"off with method {conflicting[0]}" if why == _CHECKPOINTING else "off"
+                raise SettingError(name, value, allowed, why)
         if args.n_gpu > 1:
             raise SettingError(
                 "n_gpu", args.n_gpu, "1 for each process", "Start one process per GPU with torchrun --nproc-per-node=N."

@@ -31,12 +31,21 @@ from typing import Any, ClassVar, Unpack
 import torch
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.declarations import ORDER_OF_APPLICATION, Adds, Axis, Needs, PlanCandidate
-from efficient_ft.methods.stack import check_needs, check_removal, check_stack, no_method, note_applied, refuse_wrapped
+from efficient_ft.methods.stack import (
+    assumptions,
+    check_needs,
+    check_removal,
+    check_stack,
+    no_method,
+    note_applied,
+    nothing_to_change,
+)
 from efficient_ft.methods.step_watch import StepWatch
 from efficient_ft.methods.summary import count, left, trained, within
+from efficient_ft.methods.wrapped import check_module, refuse_adapters_of_peft, refuse_other_inputs, refuse_wrapped
 from efficient_ft.models.marks import Mark, add_mark, marks_of, remove_mark
 from efficient_ft.models.view import ModelView, Skipped, Structure, restored_on_error, specify, view
 from efficient_ft.models.weight_dtype import to_float32
@@ -78,9 +87,9 @@ class Applied:
         """Return a one-line summary of the changes, the skipped parts, and the reasons why the parts were skipped."""
         if self.summary:
             return f"{self.method}: {self.summary}"
-        if not self.touched:
-            return f"{self.method}: the model is not changed ({self.none_needed})"
-        done = f"{count(len(self.touched), 'part')} changed ({within(self.touched)})"
+        done = f"the model is not changed ({self.none_needed})"
+        if self.touched:
+            done = f"{count(len(self.touched), 'part')} changed ({within(self.touched)})"
         return "; ".join([f"{self.method}: {done}{left(self.skipped, 'unchanged', 'part')}", *self.notes])
 
     def details(self) -> str:
@@ -114,7 +123,7 @@ class Method(ABC):
         conflicts: mapping whose keys are axes (`Axis`), additions (`Adds`) or names of methods. This method cannot be
             combined with methods that match a key. Each value states the reason for the conflict.
         hints: mapping from a value of `Needs` to a sentence that is added to the error message if the model does not
-            meet this requirement.
+            meet this requirement. ``{argument}`` in a sentence is replaced by `full_name("argument")`.
         warmup_steps: number of optimizer steps that remain until the cost of a step is constant (for example, until a
             profile ends).
         cost_steps: number of steps over which the cost is averaged, for methods whose cost differs between steps.
@@ -267,9 +276,11 @@ class Method(ABC):
                 method cannot be combined with a method that was applied before, or if this object is already applied to
                 a different model. An error leaves the model unchanged, unless a method from another package has
                 returned an invalid report.
-            SettingError: If a setting does not fit this model (for example, a block index that is out of range), or if
-                `classifier`, `image_size`, `prefix_tokens` or `blocks` is invalid for `model`.
+            SettingError: If a setting does not fit this model (for example, a block index that is out of range), if
+                `classifier`, `image_size`, `prefix_tokens` or `blocks` is invalid for `model`, or if `model` is not a
+                module.
         """
+        check_module(model)
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
@@ -281,20 +292,19 @@ class Method(ABC):
             return self._apply_once(model)
 
     def _apply_once(self, model: nn.Module) -> Applied:
-        refuse_wrapped(model, self.name)
+        refuse_wrapped(model)
+        refuse_other_inputs(model)
         check_stack([self], model)
+        refuse_adapters_of_peft(model, self.name, self.axes)
         looked = view(model)
         check_needs(self, looked)
         applied = self._apply(model, looked)
         self._check_report(applied, model)
-        applied = _with_notes(applied, self, looked)
+        notes = assumptions(self, looked)
+        summary = applied.summary and "; ".join([applied.summary, *notes])
+        applied = replace(applied, summary=summary, notes=(*applied.notes, *notes))
         if not applied.touched and not applied.none_needed:
-            reasons = sorted({str(why) for why in applied.skipped.values()})
-            raise UserError(
-                f"method {self.name}: no part of the model {type(model).__name__} can be changed"
-                + (f" ({'; '.join(reasons[:3])})." if reasons else ".")
-                + " Choose another method. For example, method=full trains all parameters."
-            )
+            raise nothing_to_change(self, looked, applied.skipped.values())
         self._applied = applied
         note_applied(model, self)
         if self.acts_per_step:
@@ -305,8 +315,7 @@ class Method(ABC):
         return applied
 
     def _check_report(self, report: Any, model: nn.Module) -> None:
-        wrong = _wrong_report(report, self.name, model)
-        if wrong is None:
+        if (wrong := _wrong_report(report, self.name, model)) is None:
             return
         kind = type(self)
         package = vars(kind).get("distribution") or kind.__module__
@@ -363,9 +372,13 @@ class Method(ABC):
         """Return the arguments of the constructor. ``type(m)(**m.settings())`` is equivalent to ``m``."""
         return {name: getattr(self, name) for name in inspect.signature(type(self)).parameters}
 
+    def full_name(self, setting: str) -> str:
+        """Return the name of a setting in messages, which is ``method.<name>.<setting>`` on the command line."""
+        return hint(setting, f"method.{self.name}.{setting}")
+
     def setting_error(self, setting: str, allowed: str, do: str | None = None) -> SettingError:
         """Return the error for a setting that does not fit a model. See `SettingError`."""
-        return SettingError(f"method.{self.name}.{setting}", getattr(self, setting), allowed, do)
+        return SettingError(self.full_name(setting), getattr(self, setting), allowed, do)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.settings().items())})"
@@ -416,25 +429,13 @@ def apply_methods(
         SettingError: If `methods` contains an object that is not a method. See also `Method.apply`.
     """
     ordered = in_order(methods)
+    check_module(model)
     check_stack(ordered, model)
     for number, method in enumerate(ordered):
         before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
         method.apply(model, classifier, **structure)
         _update_reports(ordered[:number], method, model, *before)
     return [m.applied for m in ordered if m.applied is not None]
-
-
-def _with_notes(report: Applied, method: Method, view: ModelView) -> Applied:
-    """Return the report, with notes on the inferred head and on the inferred prefix tokens if the method uses them."""
-    freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
-    notes = []
-    if view.prefix_note and (Needs.TOKEN_GRID in method.needs or Adds.LOW_RANK_LAYERS in method.adds):
-        notes.append(view.prefix_note)
-    if freezes and view.head_note and any(not p.requires_grad for p in view.model.parameters()):
-        notes.append(f"{view.head_note} (to use another classifier, pass its name as the argument classifier)")
-    return replace(
-        report, summary=report.summary and "; ".join([report.summary, *notes]), notes=(*report.notes, *notes)
-    )
 
 
 def _update_reports(

@@ -72,7 +72,7 @@ def blocks_at(
     Args:
         view: view of the model, which must have blocks. The caller must check that the method supports at least one
             block, because otherwise no index is valid.
-        setting: full name of the setting, ``method.<name>.<setting>``.
+        setting: name of the setting in the error message.
         indices: indices of the blocks, counted from 0 across all stages. Negative indices count from the end.
         last: if False, the last block is rejected.
         once: if True, a list that contains a block twice is rejected.

@@ -148,7 +148,7 @@ def _projection(mlp: Any, x: Tensor) -> Projection | None:
         return None
     grid = x.shape[2:] if norms else x.shape[1:-1]
     if not norms and low_rank[0].tokens.form == "tokens":
-        grid = low_rank[0].tokens.grid
+        grid = low_rank[0].grid_of(x.shape[1])
     prefix = low_rank[0].tokens.prefix
     first, second = (
         how.projector.projection(tuple(grid), prefix, (fc.weight.shape[1], fc.weight.shape[0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
@@ -10,10 +11,12 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.methods.declarations import MUST_COME_BEFORE, Adds, Axis, Needs
+from efficient_ft.methods.tokens.block_forms import why_not
 from efficient_ft.models.marks import Mark, marks_of
-from efficient_ft.models.view import ModelView, Reason
+from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.models.view.probe import NO_MAPS
 
 
 class _Method(Protocol):
@@ -35,6 +38,7 @@ class _Method(Protocol):
     def state_key(self) -> str: ...
     @property
     def applied(self) -> object | None: ...
+    def full_name(self, setting: str) -> str: ...
     def trained_in_some_step(self) -> Iterable[nn.Parameter]: ...
 
 
@@ -59,13 +63,13 @@ def check_stack(methods: Sequence[_Method], model: nn.Module | None = None) -> N
     for a, b in itertools.combinations(methods, 2):
         axis = _shared_axis(a, b)
         if axis is not None:
-            hint = ""
+            advice = ""
             if axis == Axis.SELECTION:
-                hint = (
+                advice = (
                     " The method full trains all parameters. If no selection method is named, each method uses its"
                     " default selection."
                 )
-            raise UserError(f"method: {a.name} and {b.name} both {axis.does}. Name only one of these methods.{hint}")
+            raise UserError(f"method: {a.name} and {b.name} both {axis.does}. Name only one of these methods.{advice}")
         why = _conflict(a, a.name, b, b.name)
         if why is not None:
             raise UserError(f"method: {a.name} and {b.name} cannot be combined: {why}. Name only one of these methods.")
@@ -86,7 +90,7 @@ def _refuse_recomputation(methods: Sequence[_Method], model: nn.Module) -> None:
     for method in methods:
         why = None
         if Axis.MEMORY in method.axes:
-            why = "recomputation saves no activations that the method could pack"
+            why = "recomputed blocks save no activations, so that the method would not reduce the memory"
         elif Adds.LOSS in method.adds:
             why = "the recomputation would add the method's loss again"
         if why is not None:
@@ -139,26 +143,36 @@ def _conflict(a: _Method, a_name: str, b: _Method | Mark, b_name: str) -> str | 
 def check_needs(method: _Method, view: ModelView) -> None:
     """Raise UserError if the model does not meet a requirement that `method` declares.
 
-    Raise SettingError if a token grid is required and an image consists of a single patch.
+    Raise SettingError if a token grid is required and an image consists of a single patch, or if the blocks that the
+    user specifies are not in the order of the forward pass.
     """
+    view.check_block_order()
     for need in Needs:
         if need in method.needs:
             why = _missing(need, method, view)
             if why is not None:
-                hint = method.hints.get(need)
-                raise UserError(f"method {method.name}: {why}." + (f" {hint}" if hint else ""))
+                advice = re.sub(r"\{(\w+)\}", lambda found: method.full_name(found[1]), method.hints.get(need, ""))
+                if need == Needs.BLOCKS:
+                    advice = re.sub("^Use", hint("Otherwise, use", "Use"), advice)
+                raise UserError(f"method {method.name}: {why}. {advice}".rstrip())
+    if {Adds.TOKEN_DROPPING, Adds.TOKEN_MERGING} & method.adds and view.has_dense_output:
+        raise UserError(
+            f"method {method.name}: {view.name} has a dense output (for example, one class per pixel), which requires"
+            " the tokens of all positions. Tokens can be dropped or merged only in classification networks."
+        )
 
 
 def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     if need == Needs.BLOCKS and not view.blocks:
-        return (
-            f"no blocks were recognized in {view.name}. If the network has blocks, pass their names in"
-            " Python: apply(model, blocks='encoder.layers.*')"
+        other = "" if need in method.hints else ". Use a method that does not require blocks, for example full or head"
+        return f"no blocks were recognized in {view.name}" + hint(
+            ". If the network has blocks, pass their names, for example blocks='encoder.layers.*'",
+            other,
         )
     if need == Needs.CLASSIFIER and not view.head:
-        return (
-            f"{view.name} has no classifier that can be trained. Create the model with num_classes=N, where N >= 1, or"
-            " pass the name of its classifier module: apply(model, classifier='NAME')"
+        return f"{view.name} has no classifier that can be trained" + hint(
+            ". Create the model with num_classes=N, where N >= 1, or pass the name of its classifier module:"
+            " classifier='NAME'"
         )
     if need == Needs.CLASS_TOKEN and not view.has_class_token:
         return f"{view.name} has no class token, but the method ranks patch tokens by the attention of the class token"
@@ -166,7 +180,7 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
         if view.single_patch:
             height, width = view.image_size
             raise SettingError(
-                "model.image_size",
+                hint("image_size", "model.image_size"),
                 f"{height}×{width}",
                 f"larger than one patch of {view.name} with method {method.name}",
             )
@@ -175,47 +189,78 @@ def _missing(need: Needs, method: _Method, view: ModelView) -> str | None:
     return None
 
 
+def assumptions(method: _Method, view: ModelView) -> list[str]:
+    """Return phrases for the report that state the inferred properties of the network on which `method` depends."""
+    notes = []
+    if view.prefix_note and (Needs.TOKEN_GRID in method.needs or Adds.LOW_RANK_LAYERS in method.adds):
+        notes.append(view.prefix_note)
+    if view.size_note and ({Needs.TOKEN_GRID} & method.needs or Adds.LOW_RANK_LAYERS in method.adds):
+        notes.append(view.size_note)
+    elif view.size_note:
+        notes.append(f"{view.size_note}, which affects only the choice of layers")
+    freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
+    if freezes and any(not p.requires_grad for p in view.model.parameters()):
+        if view.head_note:
+            advice = hint(" (to use another classifier, pass its name as the argument classifier)")
+            notes.append(f"{view.head_note}{advice}")
+        elif not (view.head or view.outside):
+            advice = hint(" (if there is one, pass its name as the argument classifier)")
+            notes.append(f"no classifier was found{advice}")
+    return notes
+
+
+#: Remedies if the token grid or the blocks of a network are not recognized.
+_PREFIX = (
+    " If the number of prefix tokens (class, distillation and register tokens) is incorrect, pass the correct number:"
+    " prefix_tokens=N."
+)
+_BLOCKS = " If the network has blocks, pass their names, for example blocks='encoder.layers.*'."
+
+
+def nothing_to_change(method: _Method, view: ModelView, skipped: Iterable[Skipped]) -> UserError:
+    """Return the error for a method that cannot change any part of a network, with the reasons in `skipped`."""
+    reasons = {str(why): why.reason for why in skipped}
+    prefix = any(reason is Reason.NO_GRID and not text.endswith(NO_MAPS) for text, reason in reasons.items())
+    shown = sorted(reasons)[:3]
+    if prefix:
+        shown.append(f"number of prefix tokens: {view.prefix_tokens}")
+    advice = hint((_PREFIX if prefix else "") + ("" if view.blocks else _BLOCKS))
+    return UserError(
+        f"method {method.name}: no part of the model {type(view.model).__name__} can be changed"
+        + (f" ({'; '.join(shown)})." if shown else ".")
+        + f"{advice} {'Otherwise, choose' if advice else 'Choose'} another method. For example, the method full trains"
+        " all parameters."
+    )
+
+
 def _no_grid(view: ModelView) -> str:
     """Return the reason why the blocks of a network do not share one token grid."""
-    inside = tuple(f"{block}." for block in view.blocks)
-    reasons = {str(layer.why_not) for layer in view.layers if layer.name.startswith(inside) and layer.tokens is None}
+    for kind in {type(view.model.get_submodule(name)): None for name in view.blocks}:
+        if (reason := why_not(kind)) is not None:
+            return f"tokens cannot be dropped or merged in the blocks of {view.name} ({kind.__name__}): {reason}"
     text = f"the blocks of {view.name} do not share one token grid"
-    if len(reasons) == 1 and Reason.NO_GRID.value in (reason := reasons.pop()):
+    inside = tuple(f"{block}." for block in view.blocks)
+    layers = (layer for layer in view.layers if layer.name.startswith(inside))
+    reasons = {str(layer.why_not): layer.why_not.reason for layer in layers if layer.why_not is not None}
+    if list(reasons.values()) == [Reason.NO_GRID]:
+        (reason,) = reasons
+        if reason.endswith(NO_MAPS):
+            return f"{text}: a layer receives {reason}"
         return (
-            f"{text}: the patch tokens do not form a grid ({reason}, number of prefix tokens: {view.prefix_tokens}). If"
-            " the number of prefix tokens (class, distillation and register tokens) is incorrect, pass the correct"
-            " number: apply(model, prefix_tokens=N)"
+            f"{text}: the patch tokens do not form a grid ({reason}, number of prefix tokens: {view.prefix_tokens})"
+            + hint(f".{_PREFIX}".removesuffix("."))
         )
-    return text
+    return text if view.has_attention else f"{view.name} has no attention blocks"
 
 
 def no_method(wrong: object) -> SettingError:
     """Return the error for an argument that is neither a method nor a list of methods."""
-    hint = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
+    do = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
-        hint = f"Create an object of the class: {wrong.__name__}()."
+        do = f"Create an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
-        hint = "The model is the first argument: apply_methods(model, methods)."
-    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of Method objects", hint)
-
-
-def refuse_wrapped(model: nn.Module, name: str) -> None:
-    """Raise UserError if `model` is compiled, scripted, or wrapped by peft, DataParallel, DDP or FSDP."""
-    wrapper = type(model).__name__
-    if any(kind.__name__ == "PeftModel" for kind in type(model).__mro__):
-        raise UserError(
-            f"method {name}: the model is wrapped by peft ({wrapper}). Apply the method to the base model:"
-            " apply(model.get_base_model()). The adapters of peft are kept."
-        )
-    if wrapper in ("OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel"):
-        raise UserError(
-            f"method {name}: the model is already wrapped ({wrapper}). Apply the method to the plain model"
-            " first, and then compile or wrap the model."
-        )
-    if isinstance(model, torch.jit.ScriptModule):
-        raise UserError(
-            f"method {name}: a scripted model cannot be changed. Apply the method before the model is scripted."
-        )
+        do = "The model is the first argument: apply_methods(model, methods)."
+    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of Method objects", do)
 
 
 def note_applied(model: nn.Module, method: _Method) -> None:

@@ -64,6 +64,11 @@ def count(number: int, word: str) -> str:
     return f"{number} {word}{'' if number == 1 else 's'}"
 
 
+def are(number: int) -> str:
+    """Return the verb form for a number of parts: ``is`` or ``are``."""
+    return "is" if number == 1 else "are"
+
+
 def trained(model: nn.Module) -> str:
     """Return the number of trained parameters and of all parameters, such as ``1.34 M of 5.53 M parameters``."""
     total, train = (sum(p.numel() for p in model.parameters() if p.requires_grad or every) for every in (True, False))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.models import classifier, segmentation, text
+from efficient_ft.models import classifier, segmentation, text, transformers_classifier
 from efficient_ft.models.checkpoint import read_contents
 from efficient_ft.models.loading_report import loading_report
 from efficient_ft.models.tasks import give_heads, zero_parameters
@@ -46,6 +46,12 @@ class Family(Protocol):
 
 #: The families of networks. The keys are the values of `ModelConfig.family`.
 FAMILIES: dict[str, Family] = {"classification": classifier, "segmentation": segmentation, "text": text}
+#: Families of image classifiers from libraries other than timm. The keys are the values of `ModelConfig.library`.
+LIBRARIES: dict[str, Family] = {"transformers": transformers_classifier}
+
+
+def _family(config: ModelConfig) -> Family:
+    return FAMILIES[config.family] if config.library is None else LIBRARIES[config.library]
 
 
 def input_of(config: ModelConfig) -> InputSpec:
@@ -57,7 +63,7 @@ def input_of(config: ModelConfig) -> InputSpec:
     Raises:
         SettingError: If the model is unknown, or if `model.mean` or `model.std` does not have one value per channel.
     """
-    return FAMILIES[config.family].input_of(config)
+    return _family(config).input_of(config)
 
 
 def missing_weights(config: ModelConfig) -> str | None:
@@ -74,7 +80,7 @@ def missing_weights(config: ModelConfig) -> str | None:
     Raises:
         SettingError: If the model is unknown.
     """
-    return FAMILIES[config.family].missing(config)
+    return _family(config).missing(config)
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
@@ -109,7 +115,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
         if config.zero_head:
             _zero_head(random)
         return random
-    model = FAMILIES[config.family].load(config, num_classes, random)
+    model = _family(config).load(config, num_classes, random)
     loaded = loading_report(model)
     assert loaded is not None, "every loader sets a report"
     if loaded.new_heads and config.zero_head:
@@ -130,7 +136,7 @@ def random_model(config: ModelConfig, num_classes: int | Mapping[str, int]) -> n
         UserError: If the name is unknown, or if the model rejects the arguments or the image size.
     """
     if isinstance(num_classes, int):
-        return FAMILIES[config.family].build(config, num_classes)
+        return _family(config).build(config, num_classes)
     model = random_model(config, next(iter(num_classes.values())))
     give_heads(model, num_classes)
     return model

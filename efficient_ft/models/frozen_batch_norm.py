@@ -6,7 +6,7 @@ By default, runs freeze the BatchNorm statistics of a pretrained model. Back Raz
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -50,8 +50,13 @@ def _frozen(norm: nn.BatchNorm2d, x: Tensor) -> Tensor:
 FROZEN: dict[type, type] = {nn.BatchNorm2d: FrozenBatchNorm2d, BatchNormAct2d: FrozenBatchNormAct2d}
 
 
-def freeze_batch_norm(model: nn.Module) -> list[str]:
-    """Freeze the BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze the statistics.
+#: Layers whose statistics are frozen: all layers (True), no layers (False), or the layers in the frozen part of the
+#: network (``frozen_part``), i.e. the layers whose weight and bias are not trained.
+FrozenStatistics = bool | Literal["frozen_part"]
+
+
+def freeze_batch_norm(model: nn.Module, which: FrozenStatistics = True) -> list[str]:
+    """Freeze BatchNorm statistics of `model`. Calling ``model.train()`` does not unfreeze the statistics.
 
     The class of `nn.BatchNorm2d` layers and of timm's `BatchNormAct2d` layers is replaced by the corresponding class in
     `FROZEN`. Other BatchNorm layers are switched to evaluation mode before each forward pass. The state dict does not
@@ -62,7 +67,10 @@ def freeze_batch_norm(model: nn.Module) -> list[str]:
     """
     names = []
     for name, module in model.named_modules():
-        if not isinstance(module, _BatchNorm) or module.running_mean is None:
+        if not isinstance(module, _BatchNorm) or module.running_mean is None or not which:
+            continue
+        own = list(module.parameters(recurse=False))
+        if which == "frozen_part" and (not own or any(parameter.requires_grad for parameter in own)):
             continue
         names.append(name)
         if type(module) in FROZEN:

@@ -39,7 +39,10 @@ def read_json(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"The file {file} cannot be used: {first_line(error)}.") from error
     if not isinstance(held, dict):
-        raise UserError(f"The file {file} cannot be used, because it does not contain a mapping.")
+        raise UserError(
+            f"The file {file} cannot be used, because it does not contain a mapping. Set model.weights to a folder that"
+            " save_pretrained of transformers has written."
+        )
     plain = without_code(held)
     _report(file, tuple(names_of_code(held)))
     if any(name == "quantization_config" and value for name, value in _entries(held)):

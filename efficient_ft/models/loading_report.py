@@ -28,6 +28,7 @@ class LoadingReport:
         new_heads: Mapping from the names of newly initialized parts to the reasons for their initialization.
         notes: Descriptions of changes to the tensors, such as resized position embeddings or merged channels.
         suspicious: Descriptions of tensors with implausible values.
+        kept: Description of the loaded classifier, or an empty string if the classifier was not loaded.
     """
 
     path: str
@@ -39,6 +40,7 @@ class LoadingReport:
     new_heads: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     suspicious: tuple[str, ...] = ()
+    kept: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as a dictionary for results.json."""
@@ -55,7 +57,10 @@ class LoadingReport:
         lines = [f"Weights: {self.loaded} of {self.total} tensors from {self.path}{place}."]
         if self.left_out:
             lines.append(self._left_out())
-        heads = [f"{head} newly initialized for {classes} classes ({why})" for head, why in self.new_heads.items()]
+        if self.kept:
+            lines.append(f"Kept: {self.kept}.")
+        outputs = "1 output" if classes == 1 else f"{classes} classes"
+        heads = [f"{head} newly initialized for {outputs} ({why})" for head, why in self.new_heads.items()]
         line = ""
         for change in [*heads, *self.notes]:
             if line and len(line) + len(change) > _COLUMNS - 15:

@@ -305,7 +305,7 @@ def _reason(name: str, model: nn.Module, heads: Sequence[str], buffers: Collecti
         return "computed by the model"
     if first in PREFIX_TOKENS:
         return None
-    if first == "mask_token":
+    if name.rpartition(".")[2] == "mask_token":
         return "used only in pretraining"
     for head in heads:
         if name.startswith(f"{head}."):

@@ -27,7 +27,7 @@ from efficient_ft.models.matching import Fit, choose, compare, fit_of_transforme
 from efficient_ft.models.mismatch import explain
 from efficient_ft.models.timm_config import build as build_timm
 from efficient_ft.models.timm_config import pretrained_cfg
-from efficient_ft.models.weights import match_timm, report_of
+from efficient_ft.models.weights import match_timm, quiet_timm, report_of
 
 #: Channels per stage, blocks per stage, and decoder channels, from Xie et al., "SegFormer", NeurIPS 2021, Table 6.
 SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
@@ -141,13 +141,14 @@ def _encoder_decoder(config: ModelConfig, classes: int, encoder: dict[str, Tenso
     if config.drop_path_rate:
         arguments["drop_path_rate"] = config.drop_path_rate
     try:
-        network: nn.Module = smp.create_model(
-            config.name,
-            encoder_name=f"tu-{cfg.architecture}",
-            encoder_weights=None if encoder is None else True,
-            classes=classes,
-            **arguments,
-        )
+        with quiet_timm():
+            network: nn.Module = smp.create_model(
+                config.name,
+                encoder_name=f"tu-{cfg.architecture}",
+                encoder_weights=None if encoder is None else True,
+                classes=classes,
+                **arguments,
+            )
     except (TypeError, ValueError, AssertionError, RuntimeError, KeyError) as error:
         raise UserError(
             f"model.name={config.name} cannot be built with model.encoder={config.encoder} and"

@@ -11,8 +11,10 @@ one `Tasks` object, which is copied and pickled with the network.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -98,7 +100,7 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
     are newly initialized.
 
     Args:
-        model: A timm model to which no methods have been applied.
+        model: A timm model, or an image classifier of `transformers`, to which no methods have been applied.
         classes: Number of classes of each task, in the order of the tasks.
         zero: If True, initialize the parameters of new classifiers to 0.
 
@@ -109,11 +111,13 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
     if tasks_of(model) is not None:
         raise UserError(f"{type(model).__name__} already has several tasks. Call give_heads only once.")
     reset: Any = getattr(model, "reset_classifier", None)
-    if reset is None:
+    if reset is None and not hasattr(getattr(model, "config", None), "num_labels"):
         why = "has no method reset_classifier, which is required to replace the classifier"
-        raise UserError(f"{type(model).__name__} {why}. Use a timm model.")
+        raise UserError(f"{type(model).__name__} {why}. Use a model of timm or transformers.")
+    if reset is None:
+        reset = partial(_reset_classifier, model)
     tasks = Tasks(classes)
-    own = getattr(model, "num_classes", None)
+    own = getattr(model, "num_classes", getattr(model, "num_labels", None))
     heads: dict[str, dict[str, nn.Module]] = {}  # modules by full name of the classifier and by task
     # Start with the task that keeps the model's classifier, because the others replace the classifier.
     for task in sorted(classes, key=lambda task: classes[task] != own):
@@ -130,6 +134,25 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, PerTask(tasks, {task: by_task[task] for task in tasks.names}))
     return tasks
+
+
+def _reset_classifier(model: nn.Module, classes: int) -> None:
+    """Replace the last linear layer of each head of a `transformers` network with a new layer for `classes` classes."""
+    init: Any = model._init_weights
+    own = model.num_labels
+    for name in view(model).head:
+        head = copy.deepcopy(model.get_submodule(name))
+        layers = [n for n, m in head.named_modules() if isinstance(m, nn.Linear) and m.out_features == own]
+        if not layers:
+            raise UserError(f"{type(model).__name__}: the head {name} has no linear layer with {own} outputs.")
+        old: Any = head.get_submodule(layers[-1])
+        new = nn.Linear(old.in_features, classes, old.bias is not None, old.weight.device, old.weight.dtype)
+        init(new)
+        if layers[-1]:
+            head.set_submodule(layers[-1], new)
+        parent, _, child = name.rpartition(".")
+        setattr(model.get_submodule(parent), child, head if layers[-1] else new)
+    model.num_labels = classes  # type: ignore[assignment]
 
 
 def zero_parameters(module: nn.Module) -> None:

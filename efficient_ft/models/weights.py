@@ -98,7 +98,7 @@ def match_timm(
         given, unusable = _plain(contents.under(prefix), own)
         error = ""
         try:
-            with _quiet():
+            with quiet_timm():
                 converted = given if convert is None else _call(convert, dict(given), model)
             converted = _first_layer(converted, own, cfg)
         except Exception as failure:  # conversion functions may fail for the weights of other models
@@ -183,8 +183,8 @@ def _call(convert: Any, weights: dict[str, Tensor], model: nn.Module) -> dict[st
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence timm's messages about resized tensors, because the loading report lists these tensors."""
+def quiet_timm() -> Iterator[None]:
+    """Silence timm's messages about resized and unused tensors, because the loading report lists these tensors."""
     log = logging.getLogger("timm")
     level = log.level
     log.setLevel(logging.ERROR)

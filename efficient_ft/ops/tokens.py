@@ -202,7 +202,7 @@ def merge(x_BNC: Tensor, size_BN: Tensor, index_BN: Tensor, left: int) -> tuple[
     Returns:
         Tokens (B, N − r, C), and their sizes (B, N − r).
     """
-    sizes = size_BN.new_zeros(len(size_BN), left).scatter_add_(1, index_BN, size_BN)
+    sizes = size_BN.new_zeros(size_BN.shape[0], left).scatter_add_(1, index_BN, size_BN)
     return _Merge.apply(x_BNC, size_BN / sizes.gather(1, index_BN), index_BN, left), sizes
 
 
@@ -225,7 +225,7 @@ def representatives(value_BL: Tensor, size_BN: Tensor, index_BN: Tensor, left: i
     """
     count = index_BN.shape[1]
     key_BN = size_BN.long() * count + torch.arange(count, device=index_BN.device)
-    largest_BU = key_BN.new_zeros(len(key_BN), left).scatter_reduce_(1, index_BN, key_BN, "amax") % count
+    largest_BU = key_BN.new_zeros(key_BN.shape[0], left).scatter_reduce_(1, index_BN, key_BN, "amax") % count
     return value_BL.gather(1, largest_BU[:, prefix:] - prefix)
 
 
@@ -280,10 +280,10 @@ class _Unmerge(torch.autograd.Function):
 def _sums(x_BNC: Tensor, index_BN: Tensor, left: int) -> Tensor:
     """Sum the tokens with equal indices. The result has the shape (B, left, C)."""
     # On CPUs, summing over the rows of the flattened batch is many times faster than summing along dimension 1.
-    first = torch.arange(len(index_BN), device=index_BN.device).unsqueeze(1) * left
+    first = torch.arange(index_BN.shape[0], device=index_BN.device).unsqueeze(1) * left
     rows = (index_BN + first).flatten().unsqueeze(-1).expand(-1, x_BNC.shape[-1])
-    sums = x_BNC.new_zeros(len(x_BNC) * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))
-    return sums.unflatten(0, (len(x_BNC), left))
+    sums = x_BNC.new_zeros(x_BNC.shape[0] * left, x_BNC.shape[-1]).scatter_add_(0, rows, x_BNC.flatten(0, 1))
+    return sums.unflatten(0, (x_BNC.shape[0], left))
 
 
 @dataclass(frozen=True, eq=False)
@@ -320,20 +320,20 @@ class Tokens:
         """
         patches = x_BNC.shape[1] - prefix
         assert rotary in (None, patches), f"{patches} patch tokens have {rotary} rotary embeddings"
-        index = torch.arange(patches, device=x_BNC.device).expand(len(x_BNC), -1)
+        index = torch.arange(patches, device=x_BNC.device).expand(x_BNC.shape[0], -1)
         # The numbers differ if the image size differs, or if patches were dropped randomly.
         return cls(index if patches == positions else None, None if rotary is None else index)
 
     def columns_BN(self, prefix: int) -> Tensor:
         """Return the column of each token in a matrix over prefix tokens, then grid positions, then fused tokens."""
         assert self.grid_index_BL is not None
-        before = torch.arange(prefix, device=self.grid_index_BL.device).expand(len(self.grid_index_BL), -1)
+        before = torch.arange(prefix, device=self.grid_index_BL.device).expand(self.grid_index_BL.shape[0], -1)
         return torch.cat([before, self.grid_index_BL + prefix], 1)
 
     def on_grid(self, x_BNC: Tensor, prefix: int, positions: int) -> Tensor:
         """Scatter the tokens to the grid, (B, H·W, C), with zeros for dropped tokens."""
         assert self.grid_index_BL is not None
-        grid = x_BNC.new_zeros(len(x_BNC), positions + self.fused, x_BNC.shape[2])
+        grid = x_BNC.new_zeros(x_BNC.shape[0], positions + self.fused, x_BNC.shape[2])
         index = over_channels(self.grid_index_BL, x_BNC.shape[2])
         return grid.scatter_(1, index, x_BNC[:, prefix:])[:, :positions]
 
@@ -350,7 +350,7 @@ class Tokens:
         if not fuse:
             return replace(self, grid_index_BL=grid.gather(1, index_BK), rotary_index_BL=rotary, cache={})
         kept = grid.gather(1, index_BK[:, :-1])
-        grid = torch.cat([kept, kept.new_full((len(kept), 1), positions + self.fused)], 1)
+        grid = torch.cat([kept, kept.new_full((kept.shape[0], 1), positions + self.fused)], 1)
         return replace(self, grid_index_BL=grid, rotary_index_BL=rotary, fused=self.fused + 1, cache={})
 
 

@@ -206,7 +206,7 @@ def split(candidate: Candidate, config: Config) -> Iterator[Candidate]:
     """Yield `candidate` with 2, 4, 8, ... micro-batches, unless its optimizer steps inside the backward pass."""
     if candidate.in_backward:
         return
-    if not config.model.frozen_bn:  # BatchNorm statistics depend on the micro-batch
+    if config.model.frozen_bn is not True:  # BatchNorm statistics depend on the micro-batch
         candidate = replace(candidate, exactness=max(candidate.exactness, Exactness.APPROXIMATE), evidence=())
     parts = 2
     while parts <= config.data.batch_size:

@@ -19,6 +19,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.view import view
 from efficient_ft.models.weight_dtype import store_weights
+from efficient_ft.training.callbacks.ema import RunOptimizer
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.budget import Predictor
@@ -38,6 +39,7 @@ class Counted:
         flops: number of FLOPs of the step.
         trainable: number of trainable parameters.
         gradient_bytes: size of the gradients of all trainable parameters.
+        ema_bytes: size of the averaged weights, which is included in `step_bytes`.
     """
 
     resident_bytes: int
@@ -47,6 +49,7 @@ class Counted:
     flops: float
     trainable: int
     gradient_bytes: int = 0
+    ema_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -99,14 +102,9 @@ class Counter:
 
     def _count(self, config: Config, methods: list[Method]) -> Counted:
         spec = step_spec(config)
-        warm = max((method.warmup_steps for method in methods), default=0)
+        warm, build = max((method.warmup_steps for method in methods), default=0), RunOptimizer(config)
         with set_context("short_reports", True):
-            probe = Probe(
-                self.network() if warm else self._light,
-                methods,
-                spec,
-                lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-            )
+            probe = Probe(self.network() if warm else self._light, methods, spec, build)
         with undisturbed():
             probe.warm_up()
             try:
@@ -114,7 +112,7 @@ class Counter:
             except UserError:
                 raise
             except Exception:  # the model does not support fake tensors (see `executed`)
-                probe = Probe(self.network(), methods, spec, probe.build_optimizer)
+                probe = Probe(self.network(), methods, spec, build)
                 probe.warm_up()
                 counted = count(probe)
                 resident, peak = counted.model_bytes + counted.batch_bytes, counted.peak_bytes
@@ -129,12 +127,13 @@ class Counter:
         gradients = sum(p.numel() * p.element_size() for p in trains)
         return Counted(
             resident_bytes=resident,
-            step_bytes=peak - resident + optimizer + (gradients if parts > 1 else 0),
+            step_bytes=peak - resident + optimizer + build.average_bytes + (gradients if parts > 1 else 0),
             largest_bytes=largest,
             optimizer_bytes=optimizer,
             flops=flops * parts,
             trainable=sum(p.numel() for p in trains),
             gradient_bytes=gradients,
+            ema_bytes=build.average_bytes,
         )
 
 
@@ -161,6 +160,6 @@ class RunPhases:
             model_bytes=max(counted.resident_bytes - shared.batch_bytes, shared.model_bytes),
             step_bytes=counted.step_bytes,
             largest_bytes=counted.largest_bytes,
-            optimizer_bytes=counted.optimizer_bytes,
+            optimizer_bytes=counted.optimizer_bytes + counted.ema_bytes,
             gradient_bytes=counted.gradient_bytes if config.trainer.grad_accum_steps > 1 else 0,
         )

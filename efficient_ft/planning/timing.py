@@ -18,6 +18,7 @@ from efficient_ft.cost.probe import undisturbed
 from efficient_ft.cost.step import forward_and_loss
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.planning.counting import Counter
+from efficient_ft.training.callbacks.ema import ema_bytes
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.libraries import libraries, load
 from efficient_ft.training.trainer import on_device, use_channels_last
@@ -115,6 +116,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     process = memory.measured(warmup)
     assert process is not None
     peak = process.peak_bytes - interpreter if process.device is None else process.device.reserved_bytes
+    peak += ema_bytes(step.model, config.trainer.ema)  # the trial does not average weights
     return Trial(peak, statistics.median(seconds[warmup:]), len(seconds) - warmup)
 
 

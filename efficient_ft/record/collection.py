@@ -13,6 +13,7 @@ from typing import Any
 
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import NOT_IN_PERCENT
 from efficient_ft.core.sheet import Cell, render
 from efficient_ft.core.text import markdown_text
 from efficient_ft.record import config_file, results
@@ -167,9 +168,9 @@ def _run(name: str, path: Path, found: Results) -> Run:
 
 #: Functions that return the value of a column for the results of a run: accuracies in percent, costs per image, totals.
 NUMBERS: dict[str, Any] = {
-    "test accuracy %": lambda r: _percent(r["accuracy"].get("test")),
-    "best accuracy %": lambda r: _percent(r["accuracy"]["best"]),
-    "last accuracy %": lambda r: _percent(r["accuracy"]["last"]),
+    "test accuracy %": lambda r: _percent(r, "test"),
+    "best accuracy %": lambda r: _percent(r, "best"),
+    "last accuracy %": lambda r: _percent(r, "last"),
     "forward MFLOPs/sample": lambda r: r["cost"]["executed"]["forward_flops"] / 1e6,
     "backward MFLOPs/sample": lambda r: r["cost"]["executed"]["backward_flops"] / 1e6,
     "saved MiB/sample": lambda r: r["cost"]["executed"]["saved_bytes"] / 2**20,
@@ -179,12 +180,27 @@ NUMBERS: dict[str, Any] = {
     "seconds": lambda r: r["totals"]["seconds"],
     "joules": lambda r: r["totals"]["joules"],
     "trainable M": lambda r: r["trainable_parameters"] / 1e6,
-    "published accuracy %": lambda r: _percent(r["config"].get("published")),
+    "published accuracy %": lambda r: _percent({"accuracy": r["config"]}, "published"),
+}
+#: Further columns, if a run has a metric that is not a fraction (`core.format.NOT_IN_PERCENT`).
+_PLAIN: dict[str, Any] = {
+    "test R²": lambda r: r["accuracy"].get("test") if in_plain_numbers(r) else None,
+    "best R²": lambda r: r["accuracy"]["best"] if in_plain_numbers(r) else None,
 }
 
 
-def _percent(fraction: float | None) -> float | None:
-    return None if fraction is None else 100 * fraction
+def in_plain_numbers(results: Mapping[str, Any]) -> bool:
+    """Return True if the metric of a run is not a fraction, and is therefore not converted to a percentage."""
+    return results["accuracy"].get("metric") in NOT_IN_PERCENT
+
+
+def _percent(results: Mapping[str, Any], key: str) -> float | None:
+    fraction = results["accuracy"].get(key)
+    return None if fraction is None or in_plain_numbers(results) else 100 * fraction
+
+
+def _columns(runs: Sequence[Run]) -> dict[str, Any]:
+    return {**(_PLAIN if any(in_plain_numbers(run.results) for run in runs) else {}), **NUMBERS}
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
@@ -203,14 +219,15 @@ def varying(runs: Sequence[Run]) -> list[str]:
 def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     """Return the header, and one row for each run with settings, accuracy, cost and totals."""
     settings = varying(collection.runs)
-    header = ["run", "method", "model", "data", "seed", *settings, "split", *NUMBERS]
+    numbers = _columns(collection.runs)
+    header = ["run", "method", "model", "data", "seed", *settings, "split", *numbers]
     rows: list[list[Cell]] = []
     for run in collection.runs:
         flat = run.settings
         what: list[Cell] = [run.folder, run.method, run.config.model.name, run.data, run.config.seed]
         values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
         split = run.results["accuracy"]["split"]
-        rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in NUMBERS.values())])
+        rows.append([*what, *values, split, *(_rounded(of(run.results)) for of in numbers.values())])
     return header, rows
 
 
@@ -220,17 +237,18 @@ def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     Each row contains the means over the runs and the standard deviation of the test accuracy.
     """
     settings = varying(collection.runs)
-    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *NUMBERS]
+    numbers = _columns(collection.runs)
+    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *numbers]
     rows: list[list[Cell]] = []
     for group in groups(collection.runs):
         first = group[0]
         flat = first.settings
         what: list[Cell] = [first.method, first.config.model.name, first.data]
         values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
-        tests = [run.results["accuracy"].get("test") for run in group]
-        known = [100 * value for value in tests if value is not None]
+        tests = [_percent(run.results, "test") for run in group]
+        known = [value for value in tests if value is not None]
         spread = _rounded(statistics.stdev(known)) if len(known) > 1 else None
-        means = [_mean(of(run.results) for run in group) for of in NUMBERS.values()]
+        means = [_mean(of(run.results) for run in group) for of in numbers.values()]
         rows.append([*what, *values, " ".join(str(run.config.seed) for run in group), spread, *means])
     return header, rows
 

@@ -17,6 +17,7 @@ from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects 
 from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_json
+from efficient_ft.record.class_results import ClassResults, LabelResults
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, USE_ITS_VERSION, check_format
 
@@ -26,9 +27,10 @@ NAME = "results.json"
 class ExecutedCost(TypedDict):
     """Counted costs per image.
 
-    These costs are the same on all machines. Three optional entries describe the whole batch: `step_peak_bytes` is the
+    These costs are the same on all machines. Four optional entries describe the whole batch: `step_peak_bytes` is the
     peak size of live tensors, without the model and the batch. `optimizer_bytes` is the size of the optimizer state.
     `model_bytes` is the size of the parameters and buffers, and is present if weights are stored in bfloat16.
+    `ema_bytes` is the size of the averaged weights (``trainer.ema``).
     """
 
     forward_flops: float
@@ -37,6 +39,7 @@ class ExecutedCost(TypedDict):
     step_peak_bytes: NotRequired[int]
     optimizer_bytes: NotRequired[float]
     model_bytes: NotRequired[float]
+    ema_bytes: NotRequired[float]
 
 
 class MeasuredCost(TypedDict):
@@ -100,8 +103,8 @@ class MemoryReport(TypedDict):
 
     `counted_bytes` is the counted equivalent of `growth_bytes`: the sum of `ExecutedCost.step_peak_bytes` and the
     optimizer state (`optimizer_bytes`). With gradient accumulation, the sum includes the accumulated gradients.
-    `budget_bytes` and `predicted_peak_bytes` exist only for runs with a memory budget (``memory``).
-    `predicted_peak_bytes` is predicted before the first step.
+    `budget_bytes` exists only for runs with a memory budget (``memory``). `predicted_peak_bytes` is predicted before
+    the first step, for runs with a memory budget and for runs that select their batch size.
     """
 
     before_model_bytes: int
@@ -215,6 +218,18 @@ def final_accuracy(accuracy: Mapping[str, Any]) -> float:
     return float(accuracy["best"] if test is None else test)
 
 
+class StoppedReport(TypedDict):
+    """Early stopping of a run (``trainer.patience``).
+
+    `epoch` is the last epoch, `epochs` is the planned number of epochs, and `patience` is the number of epochs without
+    improvement.
+    """
+
+    epoch: int
+    epochs: int
+    patience: int
+
+
 class AppliedReport(TypedDict):
     """Changes that a method made (`methods.base.Applied`).
 
@@ -228,7 +243,9 @@ class AppliedReport(TypedDict):
 
 
 class CorrectSamples(TypedDict):
-    """The samples of a split that are predicted correctly, in the order of the data set.
+    """The samples of a split that are predicted correctly, in the order of evaluation.
+
+    This order is random, but the same for all runs on the same samples.
 
     `bits` is a hexadecimal number with one bit for each sample. The most significant bit of the first digit describes
     the first sample, and 1 denotes a correct prediction. The last byte is padded with zeros.
@@ -258,13 +275,22 @@ class TaskData(TypedDict):
     """Data of one task.
 
     `splits` contains the number of images in each split. `skipped` is the number of skipped images. `digest` is a hash
-    of the images. `accuracy` contains the accuracy of model.safetensors on each split.
+    of the images. `accuracy` contains the accuracy of model.safetensors on each split. `scores` contains the metrics of
+    each split if there are several metrics.
+
+    For classifiers, the metrics are the accuracy, `balanced_accuracy` (the mean recall of the classes), `macro_f1` (the
+    mean F1 score of the classes), `top5_accuracy` (if there are more than five classes) and `calibration_error` (the
+    expected calibration error with 15 bins, Guo et al. 2017). `classes` contains the results of each class for each
+    split, and `labels` contains the results of each label of a multi-label classifier.
     """
 
     splits: dict[str, int]
     skipped: int
     digest: NotRequired[str]
     accuracy: dict[str, float]
+    scores: NotRequired[dict[str, Any]]
+    classes: NotRequired[dict[str, ClassResults]]
+    labels: NotRequired[dict[str, LabelResults]]
 
 
 class DataReport(TypedDict):
@@ -272,10 +298,11 @@ class DataReport(TypedDict):
 
     With several tasks, `tasks` contains the data of each task. The numbers of images are summed over the tasks, and the
     accuracies are averaged. `scores` contains additional metrics for each split. For segmentation, `scores` includes
-    the IoU of each class (None if a class occurs in neither masks nor predictions). `correct` contains the correctly
-    predicted samples of each split, if the metric is the accuracy of a single data set. For each task, `summary`
-    describes how the data set was read (`data.inspection.Summary.record`). The key for a single data set is an empty
-    string.
+    the IoU of each class (None if a class occurs in neither masks nor predictions). For classifiers, `scores`,
+    `classes` and `labels` are described in `TaskData`. With several tasks, each task has its own entries. `correct`
+    contains the correctly predicted samples of each split, if the metric is the accuracy of a single data set. For each
+    task, `summary` describes how the data set was read (`data.inspection.Summary.record`). The key for a single data
+    set is an empty string.
     """
 
     splits: NotRequired[dict[str, int]]
@@ -283,6 +310,8 @@ class DataReport(TypedDict):
     digest: NotRequired[str]
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, Any]]
+    classes: NotRequired[dict[str, ClassResults]]
+    labels: NotRequired[dict[str, LabelResults]]
     correct: NotRequired[dict[str, CorrectSamples]]
     tasks: NotRequired[dict[str, TaskData]]
     summary: NotRequired[dict[str, Any]]
@@ -294,10 +323,10 @@ class Results(TypedDict):
     `config` is the full configuration, and `arguments` are the command-line settings (empty for runs from Python).
     `changed` contains the settings that differ from the selected options (`Config.changed`). `environment` is the
     description of the environment (`record.environment`), and `methods` contains a report for each method. `features`
-    exists only if features were stored, `prefix` only if the form of a frozen prefix was selected, and `compiled` only
-    with ``trainer.compile=true``. `weights` describes the tensors that were loaded from a file
-    (`models.loading_report.LoadingReport`). The entry `weights` does not exist if all weights were initialized
-    randomly.
+    exists only if features were stored, `prefix` only if the form of a frozen prefix was selected, `compiled` only with
+    ``trainer.compile=true``, and `stopped` only if training stopped early. `weights` describes the tensors that were
+    loaded from a file (`models.loading_report.LoadingReport`). The entry `weights` does not exist if all weights were
+    initialized randomly.
     """
 
     format: int
@@ -307,6 +336,7 @@ class Results(TypedDict):
     features: NotRequired[FeaturesReport]
     prefix: NotRequired[PrefixReport]
     compiled: NotRequired[CompiledReport]
+    stopped: NotRequired[StoppedReport]
     totals: RunTotals
     trainable_parameters: int
     total_parameters: int

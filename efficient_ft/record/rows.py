@@ -57,7 +57,8 @@ class MetricsFile(Rows):
     keys ``step``, ``epoch``, ``train_loss_epoch``, ``<split>_accuracy`` and ``<split>_loss``. With several tasks, the
     row of an epoch also has ``<split>_accuracy_<task>`` and ``<split>_loss_<task>``. Every row also contains the totals
     since the start of training (`record.results.RunTotals`): ``images``, ``flops``, ``seconds`` and, if the machine
-    measures energy, ``joules``.
+    measures energy, ``joules``. ``memory_bytes`` is the memory in use when the row is written: the resident memory of
+    the first process, or the memory that PyTorch has reserved on its CUDA device.
     """
 
     def __init__(self, run: Path) -> None:

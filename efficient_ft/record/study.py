@@ -21,6 +21,10 @@ The search ends if no neighbor is missing. The best value is the value with the 
 the best epoch is selected. The row is then run at this value with every seed. ``records.json`` contains a record of
 every finished run. The records contain no paths, so an interrupted study can be continued on another machine.
 
+With ``start: lr_test`` in ``tune``, the search starts at the value that is closest to the suggestion of a learning rate
+range test of the row (``efficient-ft lr``), instead of the two middle values. The suggestions are stored in
+``lr_tests.json``.
+
 The search also uses records that differ from the study only in the settings that are listed under ``ignore`` in
 ``tune``. For example, with ``ignore: [trainer.precision]``, a study in fp32 can use a search in bf16, but reports only
 runs in fp32.
@@ -34,7 +38,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NotRequired
+from typing import Annotated, Any, Literal, NotRequired
 
 import pydantic
 import yaml
@@ -57,6 +61,7 @@ from efficient_ft.record.results import (
     images_digest,
 )
 from efficient_ft.record.rows import MetricsFile
+from efficient_ft.record.study_start import SearchStarts
 
 DEFINITION, RECORDS = "study.yaml", "records.json"
 
@@ -135,13 +140,15 @@ _RECORDS: TypeAdapter[Any] = TypeAdapter(
 class Tune(_Strict):
     """The tuned setting and the values to search. The runs of the search use the seed `seed`.
 
-    The search ignores differences in the settings listed in `ignore`.
+    The search ignores differences in the settings listed in `ignore`. It starts at the middle values, or at the
+    suggestion of a learning rate range test.
     """
 
     setting: str
     values: Annotated[list[float], Field(min_length=1), pydantic.AfterValidator(lambda values: sorted(set(values)))]
     seed: StrictInt
     ignore: list[str] = []
+    start: Literal["middle", "lr_test"] = "middle"
 
     @pydantic.field_validator("values", mode="before")
     @classmethod
@@ -195,6 +202,8 @@ class Study(_Strict):
                     )
         if _key(self.tune.setting).startswith(("hydra", "-")):
             raise ValueError(f"tune.setting is {self.tune.setting}, but a study may contain only settings of runs")
+        if self.tune.start == "lr_test" and (self.tune.setting != "optim.lr" or self.tune.values[0] <= 0):
+            raise ValueError("tune.start: lr_test requires setting: optim.lr and positive values")
         if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
             raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run. Remove this entry")
         for other, name in itertools.combinations(self.rows, 2):
@@ -263,6 +272,7 @@ class Records:
     def __init__(self, folder: Path) -> None:
         self.study, self.path = read_study(folder), folder / RECORDS
         self.runs = self._read()
+        self.starts = SearchStarts(folder)
 
     def _read(self) -> list[dict[str, Any]]:
         if not self.path.is_file():
@@ -356,6 +366,17 @@ class Records:
         """Return the next runs of the search for all rows that are not tuned yet."""
         return [run for row in rows for run in self._search(row)[1]]
 
+    def tested(self, row: str) -> tuple[str, ...]:
+        """Return the settings of the learning rate range test of a row."""
+        return (*self.study.settings, *self.study.rows[row], f"seed={self.study.tune.seed}")
+
+    def untested(self, rows: Iterable[str]) -> list[str]:
+        """Return the rows that require a learning rate range test, because their search has not started yet."""
+        if self.study.tune.start != "lr_test":
+            return []
+        new = [row for row in rows if not any(map(self.of_the_search, self._searched(row)))]
+        return [row for row in new if not self.starts.has(row, self.tested(row))]
+
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
         """Return the runs of each tuned row at the best value, one for each seed."""
         best = {row: self.best_value(row) for row in rows}
@@ -376,17 +397,19 @@ class Records:
         """
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
-        best = [-1.0 if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
-        middle = len(values) // 2
-        needed = list(range(max(middle - 1, 0), middle + 1))
+        best = [-math.inf if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
+        middle, start = len(values) // 2, None
+        if self.study.tune.start == "lr_test":
+            start = self.starts.index(row, self.tested(row), values)
+        needed = list(range(max(middle - 1, 0), middle + 1)) if start is None else [start]
         if all(records[i] for i in needed):
             top = best.index(max(best))
-            if best[top] < 0:  # All runs so far diverged. Only runs at lower values may converge.
+            if best[top] == -math.inf:  # All runs so far diverged. Only runs at lower values may converge.
                 top = min(i for i, record in enumerate(records) if record)
-            near = [i for i, found in enumerate(best) if i == top or found >= max(best) - NEAR >= 0]
+            near = [i for i, found in enumerate(best) if i == top or found >= max(best) - NEAR > -math.inf]
             needed = sorted({j for i in near for j in (i - 1, i, i + 1) if 0 <= j < len(values)})
         top = best.index(max(best))
-        return values[top] if best[top] >= 0 else None, [runs[i] for i in needed if records[i] is None]
+        return values[top] if best[top] > -math.inf else None, [runs[i] for i in needed if records[i] is None]
 
     def _searched(self, row: str) -> list[StudyRun]:
         return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]

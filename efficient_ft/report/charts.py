@@ -38,6 +38,8 @@ class Panel:
     y: str
     series: Sequence[Series]
     kind: Literal["lines", "points", "bars", "image"] = "lines"
+    #: Use a logarithmic x axis.
+    log: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ def _draw(axes: Any, panel: Panel) -> None:
     axes.set_title(panel.title)
     axes.set_xlabel(panel.x)
     axes.set_ylabel(panel.y)
+    if panel.log:
+        axes.set_xscale("log")
     colors = colormaps["viridis"]([i / max(1, len(panel.series)) for i in range(len(panel.series))])
     if panel.kind == "image":
         (series,) = panel.series

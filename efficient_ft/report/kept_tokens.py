@@ -103,7 +103,7 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
         masks.append(mask[:, :positions].reshape(-1, *grid))
     return Kept(
         pixels,
-        [trained.class_names[int(label)] for label in labels],
+        [text for _, text in images.labeled(batch, labels, trained.input)],
         [names[index] for index in drops],
         masks,
         [int((places >= positions).sum(1).max()) for places in drops.values()],

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import SettingError, UserError
@@ -22,6 +21,7 @@ from efficient_ft.papers.rules import CountSettings, count_cost
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import block_labels
 from efficient_ft.training.callbacks.block_stats import channel_axis, observe_blocks, relative_magnitude
+from efficient_ft.training.kinds.registry import kind_of
 
 #: Batch size that is used for the figures.
 IMAGES = 16
@@ -112,7 +112,9 @@ def gradient_spectrum(config: Config) -> Chart:
 
     for one in layers[-4:]:
         model.get_submodule(one.name).register_forward_hook(partial(keep, one.name))
-    F.cross_entropy(model(batch), labels).backward()
+    output = model(batch)
+    logits = getattr(output, "logits", output)  # `transformers` returns an object
+    kind_of(config).task_of(config).loss(logits, labels).backward()
     # If only the class token has a gradient in the last attention layer, the previous attention layer is used.
     layer, grid = next(
         (one, grid) for one in reversed(layers[-4:]) if (grid := _on_grid(held[one.name], one)).abs().max() > 0

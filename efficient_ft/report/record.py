@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.config import Config
+from efficient_ft.config.identity import OWN_FOLDERS
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.format import format_percent
+from efficient_ft.core.format import format_metric
+from efficient_ft.core.text import spelled
 from efficient_ft.data.inspection import spread
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.config_file import read_config
@@ -109,15 +111,17 @@ def block_labels(blocks: Sequence[str]) -> list[str]:
     return short if all(short) and len(set(short)) == len(short) else list(blocks)
 
 
-def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
+def describe(run: Path, record: Record | None) -> tuple[dict[str, str], Config]:
     """Return a dictionary from titles to facts about a run, and the configuration of the run.
+
+    `record` contains the step statistics of the run, or is None if they were not recorded.
 
     Raises:
         UserError: If a file is damaged.
     """
     config = read_config(run, PASS_A_RUN, USE_ITS_VERSION)
     data: str = config.data.name
-    if data == "folder":
+    if data in OWN_FOLDERS:
         data = os.path.basename(os.path.normpath(config.data.root))
     if config.tasks:
         data = ", ".join(config.tasks) + " in turn"
@@ -135,14 +139,18 @@ def describe(run: Path, record: Record) -> tuple[dict[str, str], Config]:
         found = read_results(run, USE_ITS_VERSION)
         accuracy = found["accuracy"]
         mean = "mean of the tasks: " if config.tasks else ""
-        best, last = map(format_percent, (accuracy["best"], accuracy["last"]))
-        facts["Accuracy"] = f"{mean}{best} ({accuracy['split']}, best), {last} (last)"
+        metric = accuracy.get("metric", "accuracy")
+        best, last = (format_metric(accuracy[key], metric) for key in ("best", "last"))
+        what = spelled(metric)
+        title = f"{what[0].upper()}{what[1:]}" if what.islower() else what
+        facts[title] = f"{mean}{best} ({accuracy['split']}, best), {last} (last)"
         tested = found["data"]["accuracy"].get("test")
         if accuracy["split"] != "test" and tested is not None:
-            facts["Accuracy"] += f", {format_percent(tested)} (test, best)"
+            facts[title] += f", {format_metric(tested, metric)} (test, best)"
     else:
         facts["Accuracy"] = "the run has not finished"
-    steps = record.steps
-    span = f"{len(steps)} optimizer steps (from {steps[0]} to {steps[-1]})"
-    facts["Recorded"] = f"{span}, batch size {config.data.batch_size}"
+    if record is not None:
+        steps = record.steps
+        span = f"{len(steps)} optimizer steps (from {steps[0]} to {steps[-1]})"
+        facts["Step statistics"] = f"{span}, batch size {config.data.batch_size}"
     return facts, config

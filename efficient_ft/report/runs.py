@@ -18,7 +18,7 @@ import numpy as np
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.inspection import spread
 from efficient_ft.record import collection
-from efficient_ft.record.collection import Collection, Run, notes, run_rows, varying
+from efficient_ft.record.collection import Collection, Run, in_plain_numbers, notes, run_rows, varying
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import final_accuracy
@@ -121,6 +121,9 @@ def _splits(found: Collection) -> str:
 def page_data(found: Collection) -> dict[str, Any]:
     """Return the data that is embedded in the page as JSON."""
     header, table = run_rows(found)
+    of_runs = {in_plain_numbers(run.results) for run in found.runs}
+    plain = of_runs == {True}
+    accuracy = "R²" if plain else "accuracy %" if of_runs == {False} else "accuracy % or 100 R²"
     words = header.index("split")
     names = names_of(found.runs)
     groups = {run.group: number for number, run in enumerate({run.group: run for run in found.runs}.values())}
@@ -131,15 +134,14 @@ def page_data(found: Collection) -> dict[str, Any]:
             {
                 "name": name,
                 "data": run.data,
-                "accuracy": accuracy_of(run),
+                "accuracy": accuracy_of(run) / (100 if plain else 1),
                 "colour": groups[run.group],
                 "numbers": {cost: numbers[cost] for cost in COSTS},
-                "rows": _curve_rows(run.path),
+                "rows": _curve_rows(run.path, accuracy, 1 if plain else 100),
                 "budgets": budgets_of(run.path),
             }
         )
     shown = [i for i in map(header.index, COSTS) if any(row[i] is not None for row in table)]
-    accuracy = "accuracy %"
     columns = [*header[:words], accuracy, *(header[i] for i in shown)]
     return {
         "columns": columns,
@@ -150,7 +152,7 @@ def page_data(found: Collection) -> dict[str, Any]:
         ],
         "runs": runs,
         "costs": [header[i] for i in shown],
-        "curves": ["loss", "accuracy %"],
+        "curves": ["loss", accuracy],
         "axes": ["step", "epoch", "TFLOPs", "seconds", "images"],
         "notes": notes(found, means=False),
     }
@@ -193,8 +195,8 @@ def accuracy_of(run: Run) -> float:
     return round(100 * final_accuracy(run.results["accuracy"]), 4)
 
 
-def _curve_rows(folder: Path) -> list[dict[str, float]]:
-    """Return the points of the training curves.
+def _curve_rows(folder: Path, accuracy: str, factor: float) -> list[dict[str, float]]:
+    """Return the points of the training curves. The accuracy is multiplied by `factor`, and has the name `accuracy`.
 
     Each point contains the step, epoch, totals up to this step (TFLOPs, seconds, images), and loss or accuracy.
     """
@@ -210,12 +212,12 @@ def _curve_rows(folder: Path) -> list[dict[str, float]]:
             "seconds": row.get("seconds"),
             "images": row.get("images"),
             "loss": row.get("train_loss") if windows else row.get("train_loss_epoch"),
-            "accuracy %": next((100 * v for k, v in row.items() if k in METRICS), None),
+            accuracy: next((factor * v for k, v in row.items() if k in METRICS), None),
         }
         points.append({key: float(f"{value:.5g}") for key, value in values.items() if value is not None})
     # The curves of loss and accuracy are thinned separately, because steps have many more rows than epochs.
-    losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", "accuracy %"))
-    best = max(accuracies, key=lambda i: points[i]["accuracy %"], default=None)
+    losses, accuracies = ([i for i, point in enumerate(points) if key in point] for key in ("loss", accuracy))
+    best = max(accuracies, key=lambda i: points[i][accuracy], default=None)
     kept = {*_thinned(losses), *_thinned(accuracies), *(() if best is None else (best,))}
     return [point for i, point in enumerate(points) if i in kept]
 

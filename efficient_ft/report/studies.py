@@ -8,6 +8,7 @@ from typing import Any
 
 from efficient_ft.core.sheet import Cell
 from efficient_ft.core.text import spelled
+from efficient_ft.record.collection import in_plain_numbers
 from efficient_ft.record.study import Records, shown, test_accuracy
 from efficient_ft.report.paired import paired_difference
 
@@ -35,8 +36,10 @@ def study_cells(records: Records, rows: Sequence[str]) -> tuple[list[str], list[
     values = records.study.tune.values
     ends = (values[0], values[-1]) if len(values) > 1 else ()
     metric = spelled("accuracy" if base is None else base["accuracy"].get("metric", "accuracy"))
-    header = ["row", records.study.tune.setting, f"test {metric}, %", "seeds", "TFLOPs", "times fewer FLOPs",
-              f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB", "seconds"]  # fmt: skip
+    plain = base is not None and in_plain_numbers(base)
+    header = ["row", records.study.tune.setting, f"test {metric}{'' if plain else ', %'}", "seeds", "TFLOPs",
+              "times fewer FLOPs", f"saved KiB / {records.study.sample}", "times fewer bytes", "peak MiB",
+              "seconds"]  # fmt: skip
     with_memory = all("growth_bytes" in runs[0] for runs in found.values()) and bool(found)
     lines = [_line(row, runs, base, ends, with_memory) for row, runs in found.items() if base is not None]
     if with_memory:
@@ -69,7 +72,9 @@ def _line(
     return [
         row,
         shown(first["value"]) + (AT_END if first["value"] in ends else ""),
-        spread([test_accuracy(one) for one in runs]),
+        spread([test_accuracy(one) / 100 for one in runs], 4)
+        if in_plain_numbers(first)
+        else spread([test_accuracy(one) for one in runs]),
         len(runs),
         flops / 1e12,
         base["totals"]["flops"] / flops,
@@ -81,10 +86,10 @@ def _line(
     ]
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], decimals: int = 2) -> str:
     """Format the mean of several values with their minimum and maximum, or a single value alone."""
-    mean = f"{statistics.fmean(values):.2f}"
-    return mean if len(values) == 1 else f"{mean} [{min(values):.2f}…{max(values):.2f}]"
+    mean = f"{statistics.fmean(values):.{decimals}f}"
+    return mean if len(values) == 1 else f"{mean} [{min(values):.{decimals}f}…{max(values):.{decimals}f}]"
 
 
 def notes(records: Records, rows: Sequence[str]) -> list[str]:

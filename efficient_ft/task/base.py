@@ -7,11 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.task.class_metrics import Outcomes
 
 #: The input of a network: a batch of images, or a mapping from argument names to tensors.
 Inputs = Tensor | Mapping[str, Tensor]
@@ -36,6 +39,17 @@ def at_size(logits: Tensor, targets: Tensor) -> Tensor:
     return F.interpolate(logits, size=targets.shape[-2:], mode="bilinear", align_corners=False)
 
 
+def total_weight(targets: Tensor, class_weights: Tensor) -> Tensor:
+    """Return the sum of the class weights over all targets, as a scalar tensor.
+
+    `targets` contains classes, int64 (B, ...), or probabilities of the classes, float32 (B, classes), as MixUp returns
+    them. The ignore index has the weight 0.
+    """
+    if targets.is_floating_point():
+        return (targets @ class_weights).sum()
+    return torch.cat([class_weights, class_weights.new_zeros(1)])[targets.where(targets != IGNORED, -1)].sum()
+
+
 class Task(ABC):
     """The base class of all tasks. A task runs a network, computes its loss, and evaluates its predictions.
 
@@ -53,8 +67,8 @@ class Task(ABC):
     sample: ClassVar[str] = "image"
     input_dimensions: ClassVar[int] = 2
 
-    def logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
-        """Run a network and return its logits.
+    def logits(self, model: nn.Module, inputs: Inputs, **options: Any) -> Tensor:
+        """Run a network, with further arguments in `options`, and return its logits.
 
         The network must return the logits as a tensor, or an object with an attribute `logits`, like models from
         `transformers`.
@@ -65,7 +79,7 @@ class Task(ABC):
         Raises:
             UserError: If the output of the network has a wrong type or a wrong number of dimensions.
         """
-        output: Any = model(**inputs) if isinstance(inputs, Mapping) else model(inputs)
+        output: Any = model(**inputs, **options) if isinstance(inputs, Mapping) else model(inputs, **options)
         logits = getattr(output, "logits", output)
         if not isinstance(logits, Tensor) or logits.ndim != self._dimensions:
             found = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
@@ -76,11 +90,16 @@ class Task(ABC):
     _dimensions: ClassVar[int]
     _shape: ClassVar[str]
 
+    #: True if `loss` accepts the argument `class_weights`, float32 (classes,), which may be None. The loss is then the
+    #: weighted mean over the items, where the weight of an item is the weight of its target.
+    weighs_classes: ClassVar[bool] = False
+
     @abstractmethod
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         """Return the mean loss of a batch as a scalar tensor.
 
-        `targets` has dtype int64 and shape (B, ...). Any further dimensions are positions, such as pixels.
+        `targets` has dtype int64 and shape (B, ...). Any further dimensions are positions, such as pixels. If the
+        targets are not classes, they are floats of the shape of the logits.
         """
 
     def labeled(self, targets: Tensor) -> Tensor | None:
@@ -145,6 +164,10 @@ class Scores(nn.Module, ABC):
     def compute(self) -> dict[str, float]:
         """Return the metrics over all batches since the last `reset`. The first metric is `Task.metric`."""
 
+    def notes(self) -> dict[str, Any]:
+        """Return metadata of model.safetensors that depend on these predictions, such as thresholds."""
+        return {}
+
     @abstractmethod
     def each_class(self) -> dict[int, float]:
         """Return the metric of each class that occurs in the targets or predictions, keyed by class index."""
@@ -154,6 +177,21 @@ class Scores(nn.Module, ABC):
 
         The result is None if these metrics do not keep the predictions of single samples.
         """
+        return None
+
+    def outcomes(self) -> Outcomes | None:
+        """Return the predictions of single samples, or None if these metrics do not keep class predictions."""
+        return None
+
+    def samples(self) -> dict[str, np.ndarray]:
+        """Return the predictions of single samples for predictions.npz (`record.predictions`).
+
+        The result is empty if these metrics do not keep the predictions of single samples.
+        """
+        return {}
+
+    def labels(self) -> dict[str, list[Any]] | None:
+        """Return the results of each label (`record.class_results.LabelResults`), or None if there are no labels."""
         return None
 
     @abstractmethod

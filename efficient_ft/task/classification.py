@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from efficient_ft.task.base import Inputs, Scores, Task
+from efficient_ft.task.base import Inputs, Scores, Task, total_weight
 
 #: Exclusive upper bound of the token ids in example texts. Every vocabulary contains the ids below this bound.
 _EXAMPLE_IDS = 4
@@ -21,8 +21,15 @@ class Classification(Task):
     _dimensions = 2
     _shape = "(images, classes)"
 
-    def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        return F.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    weighs_classes = True
+
+    def loss(
+        self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+    ) -> Tensor:
+        if class_weights is not None and targets.is_floating_point():  # PyTorch divides by the number of samples here
+            total = F.cross_entropy(logits, targets, class_weights, reduction="sum", label_smoothing=label_smoothing)
+            return total / total_weight(targets, class_weights)
+        return F.cross_entropy(logits, targets, class_weights, label_smoothing=label_smoothing)
 
     def scores(self, num_classes: int, *, local: bool = False) -> Scores:
         from efficient_ft.task.metrics import Accuracy

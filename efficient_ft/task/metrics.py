@@ -2,30 +2,35 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torchmetrics import Metric
 
 from efficient_ft.task.base import Scores, at_size
+from efficient_ft.task.class_metrics import TOP, Outcomes, balanced_accuracy, macro_f1, reliability
 
 
 class _Counts(Metric):
-    """Metric that counts the samples and the correct predictions of each class."""
+    """Metric that counts the samples, the predictions and the correct predictions of each class."""
 
     right: Tensor
     support: Tensor
+    predicted: Tensor
 
     def __init__(self, num_classes: int, local: bool) -> None:
         super().__init__(sync_on_compute=not local)
-        for name in ("right", "support"):
+        for name in ("right", "support", "predicted"):
             self.add_state(name, torch.zeros(num_classes, dtype=torch.long), dist_reduce_fx="sum")
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
-        self.right += targets[logits.argmax(1) == targets].bincount(minlength=len(self.right))
+        predicted = logits.argmax(1)
+        self.right += targets[predicted == targets].bincount(minlength=len(self.right))
         self.support += targets.bincount(minlength=len(self.support))
+        self.predicted += predicted.bincount(minlength=len(self.predicted))
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        return self.right, self.support
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.right, self.support, self.predicted
 
 
 class _Confusion(Metric):
@@ -70,33 +75,67 @@ class MeanLoss(Metric):
 
 
 class Accuracy(Scores):
-    """Fraction of correct predictions. Only local metrics keep the predictions of single samples."""
+    """Fraction of correct predictions, balanced accuracy and macro-F1.
+
+    Only local metrics keep the predictions of single samples, and compute the top-5 accuracy and the calibration error
+    from these predictions.
+    """
 
     def __init__(self, num_classes: int, local: bool = False) -> None:
         super().__init__()
-        self._metric = _Counts(num_classes, local)
-        self._correct: list[Tensor] | None = [] if local else None
+        self._metric, self._classes = _Counts(num_classes, local), num_classes
+        self._kept: list[tuple[Tensor, ...]] | None = [] if local else None
 
     def update(self, logits: Tensor, targets: Tensor) -> None:
         self._metric.update(logits, targets)
-        if self._correct is not None:
-            self._correct.append(logits.argmax(1) == targets)
+        if self._kept is not None:
+            confidence = logits.softmax(1).amax(1)
+            top = logits.topk(min(TOP, self._classes), 1).indices
+            self._kept.append((targets, logits.argmax(1), confidence, (top == targets[:, None]).any(1)))
 
     def compute(self) -> dict[str, float]:
-        right, support = self._metric.compute()
-        return {"accuracy": float(right.sum().float() / support.sum().float().clamp(min=1))}
+        right, support, predicted = self._metric.compute()
+        counts = [of.cpu().numpy() for of in (right, support, predicted)]
+        found = {
+            "accuracy": float(right.sum().float() / support.sum().float().clamp(min=1)),
+            "balanced_accuracy": balanced_accuracy(*counts[:2]),
+            "macro_f1": macro_f1(*counts),
+        }
+        outcomes = self.outcomes()
+        if outcomes is not None:
+            if self._classes > TOP:
+                found[f"top{TOP}_accuracy"] = float(outcomes.in_top.mean())
+            found["calibration_error"] = reliability(outcomes.confidence, outcomes.right).error()
+        return found
+
+    def outcomes(self) -> Outcomes | None:
+        if not self._kept:
+            return None
+        targets, predicted, confidence, in_top = (torch.cat(of).cpu() for of in zip(*self._kept, strict=True))
+        return Outcomes(targets.numpy(), predicted.numpy(), confidence.double().numpy(), in_top.numpy())
+
+    def samples(self) -> dict[str, np.ndarray]:
+        found = self.outcomes()
+        if found is None:
+            return {}
+        return {
+            "label": found.targets,
+            "predicted": found.predicted,
+            "probability": found.confidence.astype(np.float32),
+        }
 
     def correct(self) -> Tensor | None:
-        return torch.cat(self._correct).cpu() if self._correct else None
+        found = self.outcomes()
+        return None if found is None else torch.from_numpy(found.right)
 
     def each_class(self) -> dict[int, float]:
-        right, support = (counts.tolist() for counts in self._metric.compute())
+        right, support, _ = (counts.tolist() for counts in self._metric.compute())
         return {number: a / b for number, (a, b) in enumerate(zip(right, support, strict=True)) if b}
 
     def reset(self) -> None:
         self._metric.reset()
-        if self._correct is not None:
-            self._correct.clear()
+        if self._kept is not None:
+            self._kept.clear()
 
 
 class Overlap(Scores):

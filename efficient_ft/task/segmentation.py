@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.task.base import Inputs, Scores, Task, at_size
+from efficient_ft.task.base import Inputs, Scores, Task, at_size, total_weight
 
 
 class Segmentation(Task):
@@ -26,10 +26,19 @@ class Segmentation(Task):
     _dimensions = 4
     _shape = "(images, classes, height, width)"
 
-    def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    weighs_classes = True
+
+    def loss(
+        self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+    ) -> Tensor:
         logits = at_size(logits, targets)
-        total = F.cross_entropy(logits, targets, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum")
-        return total / self.labeled(targets).clamp(min=1)  # avoids 0 / 0 for a crop without labeled pixels
+        total = F.cross_entropy(
+            logits, targets, class_weights, ignore_index=IGNORED, label_smoothing=label_smoothing, reduction="sum"
+        )
+        # `clamp` avoids 0 / 0 for a crop without labeled pixels.
+        if class_weights is None:
+            return total / self.labeled(targets).clamp(min=1)
+        return total / total_weight(targets, class_weights).clamp(min=class_weights.min())
 
     def labeled(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()

@@ -126,7 +126,7 @@ class MethodContracts(ReferenceContracts, StepContracts, ContractTests):
         distributed.module = model
         for wrapped in (nn.DataParallel(model), distributed, torch.compile(model)):
             method = self.rows[row].create()
-            assert "plain model first" in _refusal(method, wrapped)  # type: ignore[arg-type]
+            assert "must be an unwrapped nn.Module" in _refusal(method, wrapped)  # type: ignore[arg-type]
             assert method.applied is None
 
     def test_a_second_one_is_refused(self, row: str) -> None:
@@ -231,9 +231,9 @@ def counted_probes() -> Iterator[list[str]]:
     probes: list[str] = []
     real = model_view.probe
 
-    def probe(model: nn.Module, size: tuple[int, int]) -> Any:
+    def probe(model: nn.Module, *arguments: Any) -> Any:
         probes.append(type(model).__name__)
-        return real(model, size)
+        return real(model, *arguments)
 
     with mock.patch.object(model_view, "probe", probe):
         yield probes

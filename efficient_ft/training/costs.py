@@ -19,9 +19,9 @@ from efficient_ft.models import factory
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.record.results import BaselineCost, CostReport, ExecutedCost, StepCost
+from efficient_ft.training.callbacks.ema import RunOptimizer
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
-from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output.console import cost_table, say
 
 
@@ -101,6 +101,7 @@ def cost_report(
     keys = [None if of is None else [m.state_key for m in of] for of in (selection, methods)]
     wide = config.trainer.weight_dtype == "fp32"
     is_baseline = keys[0] == keys[1] and config.optim == plain and wide  # if True, only one step is measured
+    optimizer, of_baseline = RunOptimizer(config), RunOptimizer(config, plain)
     found = cost.compare(
         network,
         methods,
@@ -109,8 +110,8 @@ def cost_report(
         steps=steps,
         max_seconds=max_seconds,
         device=device,
-        build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
-        baseline_optimizer=lambda model: build_optimizer(model, plain, config.trainer.precision),
+        build_optimizer=optimizer,
+        baseline_optimizer=of_baseline,
         room=None if budget_of(config) is None else lambda: _room(config),
         **vars(spec),
     )
@@ -123,8 +124,9 @@ def cost_report(
     whole = found["method"] if is_baseline else found.get("baseline")
     baseline: BaselineCost | None = None
     if whole is not None:
-        baseline = {"name": config.cost.baseline, **_step_cost(whole, with_weights=not wide)}
-    return {**_step_cost(found["method"], with_weights=not wide), "baseline": baseline}
+        averages = (optimizer if is_baseline else of_baseline).average_bytes
+        baseline = {"name": config.cost.baseline, **_step_cost(whole, not wide, averages)}
+    return {**_step_cost(found["method"], not wide, optimizer.average_bytes), "baseline": baseline}
 
 
 def _room(config: Config) -> int:
@@ -133,7 +135,7 @@ def _room(config: Config) -> int:
     return max(0, (budget_of(config) or 0) - resident_bytes())
 
 
-def _step_cost(found: cost.Cost, with_weights: bool) -> StepCost:
+def _step_cost(found: cost.Cost, with_weights: bool, average_bytes: int) -> StepCost:
     counted, measured = found.executed, found.measured
     executed: ExecutedCost = {
         "forward_flops": counted.forward_flops,
@@ -145,6 +147,8 @@ def _step_cost(found: cost.Cost, with_weights: bool) -> StepCost:
         executed["model_bytes"] = counted.model_bytes
     if counted.optimizer_bytes is not None:
         executed["optimizer_bytes"] = counted.optimizer_bytes
+    if average_bytes:
+        executed["ema_bytes"] = average_bytes
     return {
         "executed": executed,
         "measured": {

@@ -10,6 +10,7 @@ import lightning.pytorch as L
 from torch.utils.data import DataLoader
 
 from efficient_ft.config import Config
+from efficient_ft.config.class_weights import weights_file
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
@@ -40,6 +41,8 @@ def run_contents(config: Config, images: RunData | None = None) -> Contents:
         place = Path(config.model.weights).expanduser()
         files = sorted(one for one in place.iterdir() if one.is_file()) if place.is_dir() else [place]
         every |= {"model.": files_contents("weights", files)}
+    if (file := weights_file(config.optim.class_weights)) is not None:
+        every["optim."] = files_contents("class_weights", [file])
     return joined(every)
 
 
@@ -91,6 +94,9 @@ def run_length(config: Config, images: RunData, world: int) -> tuple[int, int]:
     batches = len(images.train_loader(0, world))
     if not batches:
         raise SettingError("trainer.devices", world, "at most the number of training samples")
+    if accumulated > batches and config.data.effective_batch_size is not None:
+        known = "at most the number of training samples"
+        raise SettingError("data.effective_batch_size", config.data.effective_batch_size, known)
     if accumulated > batches:
         raise SettingError(
             "trainer.grad_accum_steps", accumulated, f"at most {batches}, the number of batches in an epoch"

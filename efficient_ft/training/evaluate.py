@@ -10,16 +10,18 @@ import torch
 
 from efficient_ft.config import Config, DataConfig, data_configs
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.format import format_percent
+from efficient_ft.core.format import format_metric
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.core.text import spelled, table
 from efficient_ft.record.config_file import read_config
 from efficient_ft.record.formats import PASS_A_RUN, USE_ITS_VERSION
+from efficient_ft.record.predictions import write_predictions
 from efficient_ft.record.results import DataReport, flatten
 from efficient_ft.training.datamodule import summaries, summary_text
 from efficient_ft.training.kinds.base import Evaluated, RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
+from efficient_ft.training.output.class_table import class_lines
 from efficient_ft.training.output.console import say
 from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.trainer import on_device
@@ -61,14 +63,19 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     config = resolve_precision(config, on_device(config), run)
     kind = kind_of(config)
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
-    result = kind.evaluate(config, trained.model, images, trainer.strategy.root_device)
-    rows = [[spelled(kind.task.metric), "", f"{kind.task.sample}s"]]
+    result = kind.evaluate(config, trained.model, images, trainer.strategy.root_device, trained.notes)
+    metric = kind.task.metric
+    rows = [[spelled(metric), "", f"{kind.task.sample}s"]]
     for task, accuracy in _by_task(result).items():
         of_task, sizes = f"{task} " if task else "", images.parts[task].splits
-        rows += [[of_task + split, format_percent(value), str(sizes[split])] for split, value in accuracy.items()]
+        rows += [
+            [of_task + split, format_metric(value, metric), str(sizes[split])] for split, value in accuracy.items()
+        ]
     if "tasks" in result:
-        rows += [[f"mean {split}", format_percent(value), ""] for split, value in result["accuracy"].items()]
+        rows += [[f"mean {split}", format_metric(value, metric), ""] for split, value in result["accuracy"].items()]
     say(f"{shown_path(run / export.NAME)} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
+    if lines := class_lines(result, trained.class_names, kind.task.sample):
+        say("\n" + "\n".join(lines))
     return result
 
 
@@ -116,9 +123,15 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 
 
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
-    """Return the split sizes, the number of skipped samples, and the metrics of the weights in model.safetensors."""
-    found = kind_of(config).evaluate(config, export.load(folder).model, data, device)
+    """Return the split sizes, the number of skipped samples, and the metrics of the weights in model.safetensors.
+
+    The predictions for single samples are written to predictions.npz in `folder`.
+    """
+    trained = export.load(folder)
+    found = kind_of(config).evaluate(config, trained.model, data, device, trained.notes)
     each: dict[str, Any] = {}
+    parts = found.get("each", {"": found})
+    write_predictions(folder, {task: one["samples"] for task, one in parts.items() if "samples" in one})
     for task, accuracy in _by_task(found).items():
         report = data.parts[task].report()
         each[task] = {
@@ -127,12 +140,12 @@ def data_report(config: Config, folder: Path, data: RunData, device: torch.devic
             "digest": report["digest"],
             "accuracy": accuracy,
         }
+        of_task: Any = parts[task]
+        each[task] |= {key: of_task[key] for key in ("scores", "classes", "labels") if key in of_task}
     if "tasks" in found:
         skipped = sum(of["skipped"] for of in each.values())
         return {"skipped": skipped, "accuracy": found["accuracy"], "tasks": each}
     one: DataReport = each[""]
-    if "scores" in found:
-        one["scores"] = found["scores"]
     if "correct" in found:
         one["correct"] = found["correct"]
     return one

@@ -16,6 +16,7 @@ from efficient_ft.models import factory
 from efficient_ft.optim import SteppedInBackward
 from efficient_ft.record.environment import environment
 from efficient_ft.record.formats import FORMAT
+from efficient_ft.record.predictions import read_predictions
 from efficient_ft.record.results import Accuracy, AppliedReport, Results, write_results
 from efficient_ft.training.callbacks.recorder import Recorder
 from efficient_ft.training.costs import cost_report
@@ -27,6 +28,7 @@ from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.output import export
 from efficient_ft.training.output.console import results_text, say
+from efficient_ft.training.output.extremes import extreme_samples
 from efficient_ft.training.output.loggers import write_summary
 from efficient_ft.training.train import Fitted, Training
 
@@ -89,7 +91,7 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
     if "memory" in results:
         results["memory"]["peak_bytes"] = lifetime_peak_bytes()
     _write(results, run, fitted, device)
-    if run.kind.supports("cache_features") and not config.tasks:
+    if run.kind.supports("prefix") and not config.tasks:
         images, epochs = only(run.data), run_length(config, run.data, trainer.world_size)[0]
         hint = features_hint(config, images, run.network, run.methods, epochs, taken["seconds"])
         if hint is not None:
@@ -100,6 +102,10 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
 def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:
     if (loaded := factory.loading_report(run.network)) is not None:
         results["weights"] = loaded.as_dict()
+    if (stopped := fitted.recorder.stopped) is not None:
+        assert run.config.trainer.patience is not None
+        planned = run_length(run.config, run.data, fitted.trainer.world_size)[0]
+        results["stopped"] = {"epoch": stopped, "epochs": planned, "patience": run.config.trainer.patience}
     if fitted.module.warnings:
         results["warnings"] = fitted.module.warnings
     features = fitted.features
@@ -119,8 +125,10 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
         return
     results["memory"] = measured
     budget = budget_of(run.config)
+    if predicted is not None:
+        measured["predicted_peak_bytes"] = predicted.peak_bytes
     if budget is not None and predicted is not None:
-        measured["budget_bytes"], measured["predicted_peak_bytes"] = budget, predicted.peak_bytes
+        measured["budget_bytes"] = budget
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
@@ -128,17 +136,28 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
-    samples = _samples(run, device) if fitted.loggers else ()
+    samples = _samples(run, device, plain) if fitted.loggers else {}
     write_summary(fitted.loggers, results, text, fitted.trainer.global_step, samples)
     say(text)
 
 
-def _samples(run: Training, device: torch.device) -> list[Sample]:
-    """Predict samples of each data set with the weights in model.safetensors, and return the samples."""
-    found = []
+def _samples(run: Training, device: torch.device, results: dict[str, Any]) -> dict[str, list[Sample]]:
+    """Return samples of each data set for loggers, grouped by selection.
+
+    The samples of the selection ``samples`` are predicted with the weights in model.safetensors. The other selections
+    (`training.output.extremes`) show recorded predictions for the split of the final results.
+    """
+    found: dict[str, list[Sample]] = {}
+    recorded = read_predictions(run.held.path)
     for name, part in run.data.parts.items():
-        samples = run.kind.samples(export.load(run.held.path, name or None), part, device)
-        found += [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
+        trained, splits = export.load(run.held.path, name or None), recorded.get(name, {})
+        groups = {"samples": run.kind.samples(trained, part, device)}
+        if (split := next((one for one in ("test", "val") if one in splits), None)) is not None:
+            for selection, chosen in extreme_samples(part, trained.input, split, splits[split]).items():
+                groups[selection] = [one.sample for one in chosen]
+        for selection, samples in groups.items():
+            named = [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
+            found.setdefault(selection, []).extend(named)
     return found
 
 

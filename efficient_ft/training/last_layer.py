@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
 from efficient_ft.models.tasks import PerTask
-from efficient_ft.models.view.head import head_of
+from efficient_ft.models.view import view
 from efficient_ft.ops.autocast import autocast_disabled
 
 
@@ -53,7 +53,7 @@ class _SinglePrecision(OwnForward):
 
 
 def _last_layers(network: nn.Module) -> list[nn.Module]:
-    heads = [network.get_submodule(name) for name in head_of(network).modules]
+    heads = [network.get_submodule(name) for name in view(network).head]
     heads = [part for head in heads for part in (head.values() if isinstance(head, PerTask) else [head])]
     found: list[nn.Module] = []
     for head in heads:

@@ -21,6 +21,7 @@ from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.core.seeding import seed_of, seed_step
 from efficient_ft.models.tasks import tasks_of
+from efficient_ft.task import total_weight
 from efficient_ft.task.metrics import MeanLoss
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.last_layer import last_layer_in_fp32
@@ -30,6 +31,7 @@ from efficient_ft.training.output.console import say
 if TYPE_CHECKING:
     from efficient_ft.config import Config
     from efficient_ft.models.prefix import FrozenPrefix
+    from efficient_ft.task import Task
     from efficient_ft.training.features.prefix import RunFeatures
 
 __all__ = ["Evaluation", "FineTuner", "build_optimizer", "lr_factor"]
@@ -71,6 +73,9 @@ class FineTuner(L.LightningModule):
         config: the configuration of the run.
         num_classes: number of classes, or a mapping from tasks to numbers of classes (`models.tasks`).
         total_steps: number of optimizer steps in the whole run. The learning-rate schedule depends on this number.
+        class_weights: mapping from data sets to the class weights of the training loss, float32 (C,). The key of a
+            single data set is "". See `training.balance`.
+        task: the task with values that depend on the data, or None for the task of the configuration.
 
     Attributes:
         features: the object that computes or reads the output of the frozen prefix, or None if the whole network
@@ -80,12 +85,20 @@ class FineTuner(L.LightningModule):
     features: RunFeatures | FrozenPrefix | None = None
 
     def __init__(
-        self, network: nn.Module, config: Config, num_classes: int | Mapping[str, int], total_steps: int
+        self,
+        network: nn.Module,
+        config: Config,
+        num_classes: int | Mapping[str, int],
+        total_steps: int,
+        class_weights: Mapping[str, Tensor] = {},
+        task: Task | None = None,
     ) -> None:
         super().__init__()
         self.model, self.config, self.total_steps, self.tasks = network, config, total_steps, tasks_of(network)
         counts = [num_classes] if isinstance(num_classes, int) else list(num_classes.values())
-        self.task = kind_of(config).task_of(config)
+        self.task = task or kind_of(config).task_of(config)
+        self._class_weights = dict(class_weights)
+        self._least_weights = {task: float(weights.min()) for task, weights in class_weights.items()}
         #: True until the first optimizer step of this process.
         self._first = True
         # The metrics are registered as submodules, so that Lightning moves them to the device.
@@ -96,6 +109,8 @@ class FineTuner(L.LightningModule):
         self.evaluated_tasks: dict[str, Evaluation] = {}
         #: Mapping from class indices to class metrics of the last evaluation. The mapping is empty with several tasks.
         self.evaluated_classes: dict[int, float] = {}
+        #: Metadata of model.safetensors that depend on the last evaluation. See `Scores.notes`.
+        self.evaluated_notes: dict[str, Any] = {}
         #: Mapping from task indices to the ranges of predictions and labels in this evaluation. See `_keep_range`.
         self._classes: dict[int, Tensor] = {}
         self._chance = max(map(self.task.chance_loss, counts))
@@ -115,6 +130,7 @@ class FineTuner(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.train()
+        self._class_weights = {task: weights.to(self.device) for task, weights in self._class_weights.items()}
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         # The random state is seeded with the batch number, so that a resumed run draws the same random numbers.
@@ -130,19 +146,23 @@ class FineTuner(L.LightningModule):
         images, labels, *more = batch
         if self.tasks is not None:
             (self.tasks.active,) = more
-        with self._input(images, more) as x:
+        with self._input(images, labels, more) as x:
             logits = self.task.logits(self.model, x)
-        loss = self.task.loss(logits, labels, self.config.optim.label_smoothing)
-        items = self._items(labels)
-        self._weight, self._elsewhere = items.clamp(min=1), None
-        return loss if self.trainer.world_size == 1 else self._share(loss, items)
+        active = "" if self.tasks is None else self.tasks.active
+        weights = self._class_weights.get(active)
+        weighted = {} if weights is None else {"class_weights": weights}
+        loss = self.task.loss(logits, labels, self.config.optim.label_smoothing, **weighted)
+        items = self._items(labels) if weights is None else total_weight(labels, weights)
+        least = self._least_weights.get(active, 1)
+        self._weight, self._elsewhere = items.clamp(min=least), None
+        return loss if self.trainer.world_size == 1 else self._share(loss, items, least)
 
-    def _share(self, loss: Tensor, items: Tensor) -> Tensor:
+    def _share(self, loss: Tensor, items: Tensor, least: float) -> Tensor:
         """Scale the mean loss of this process, so that averaging over the processes gives the mean over all items."""
         sums = torch.stack([items.double(), loss.detach().double() * items])
         torch.distributed.all_reduce(sums)
         total, added = sums
-        self._weight = total.clamp(min=1)
+        self._weight = total.clamp(min=least)
         share = loss * (items * self.trainer.world_size / self._weight).to(loss.dtype)
         self._elsewhere = added / self._weight - share.detach()
         return share
@@ -152,9 +172,9 @@ class FineTuner(L.LightningModule):
         items = self.task.labeled(labels)
         return torch.full((), len(labels), device=labels.device) if items is None else items
 
-    def _input(self, images: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
+    def _input(self, images: Tensor, labels: Tensor, more: Sequence[Any]) -> AbstractContextManager[Tensor]:
         """Return a context manager that provides the network's input for a batch."""
-        return nullcontext(images) if self.features is None else self.features.input(images, *more)
+        return nullcontext(images) if self.features is None else self.features.input(images, labels, *more)
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         """Compute gradients.
@@ -298,7 +318,7 @@ class FineTuner(L.LightningModule):
         images, labels, *more = batch
         if self.tasks is not None:
             self.tasks.active = self.tasks.names[dataloader_idx]
-        with self._input(images, more) as x, last_layer_in_fp32(self.model):
+        with self._input(images, labels, more) as x, last_layer_in_fp32(self.model):
             logits = self.task.evaluation_logits(self.model, x).float()
         self.scores[dataloader_idx].update(logits, labels)
         self._keep_range(dataloader_idx, self.task.predicted(logits), labels)
@@ -309,6 +329,7 @@ class FineTuner(L.LightningModule):
         accuracies = [one.pop(self.task.metric) for one in scores]
         more = scores[0] if self.tasks is None else {}
         self.evaluated_classes = self.scores[0].each_class() if self.tasks is None else {}
+        self.evaluated_notes = self.scores[0].notes() if self.tasks is None else {}
         self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses), more)
         if self.tasks is not None:
             each = map(Evaluation, accuracies, losses)
@@ -366,7 +387,7 @@ def likely_causes(module: FineTuner) -> list[str]:
     config = module.config
     warmup = f"optim.warmup_steps (now {warmup_steps(config.optim, module.total_steps)})"
     found = []
-    frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn else []
+    frozen = [m for m in module.model.modules() if isinstance(m, _BatchNorm)] if config.model.frozen_bn is True else []
     if any(parameter.requires_grad for norm in frozen for parameter in norm.parameters()):
         # A run that freezes parameters may already train only the last stage.
         fewer = "last_stage" if all(parameter.requires_grad for parameter in module.model.parameters()) else "head"

@@ -15,7 +15,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from efficient_ft.config import Config, data_configs, image_folders
+from efficient_ft.config import Config, data_configs, image_folders, refuse_automatic
+from efficient_ft.config.class_weights import missing_weights_file
 from efficient_ft.core.errors import UserError, single_values
 from efficient_ft.cost import Prediction
 from efficient_ft.data import read_data
@@ -29,6 +30,11 @@ from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.finish import finish
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.memory.batch_size import (
+    provisional,
+    with_effective_batch_size,
+    with_selected_batch_size,
+)
 from efficient_ft.training.memory.budget import require_within_budget
 from efficient_ft.training.memory.out_of_memory import out_of_memory
 from efficient_ft.training.memory.watch import stop_from_now_on, within_budget
@@ -80,6 +86,7 @@ def run(
 
 def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable[[], None]) -> dict[str, Any]:
     if config.cost_only:
+        refuse_automatic(config, "efficient-ft cost")
         with single_values():
             return cost_only(resolve_precision(config, on_device(config)))
     if config.evaluate is not None:
@@ -99,17 +106,22 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
         say(results_text(results, folder))
         return results
     missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
+    missing.append(missing_weights_file(config.optim.class_weights))
     if any(missing):
         raise UserError("\n".join(message for message in missing if message is not None))
     # With resume=never, the first process moves an earlier run out of the folder before other processes start.
     kept = folder if config.resume == "auto" or rank() > 0 else None
-    config = resolve_precision(config, on_device(config), kept)
+    config = resolve_precision(provisional(config, kept), on_device(config), kept)
+    config = with_effective_batch_size(config)
     with faults_of_the_system(folder, lambda: False), single_values():
         data, predicted = None, None
-        if config.memory is not None:
+        if config.memory is not None or config.data.automatic:
             with out_of_memory(config):
                 data = kind_of(config).open(config, factory.input_of(config.model))
-                predicted = require_within_budget(config, data, folder)
+                config, predicted, predictor = with_selected_batch_size(config, data, kept)
+                if config.memory is not None:
+                    predicted = require_within_budget(config, data, folder, predictor)
+                del predictor
                 stop_from_now_on(config)
         with locked(folder) as held, faults_of_the_system(folder, lambda: held.begun), out_of_memory(config):
             return _train(config, held, arguments, begun, data, predicted)

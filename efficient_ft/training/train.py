@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import lightning.pytorch as L
 import torch
 from lightning.pytorch.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 
 from efficient_ft import __version__
 from efficient_ft.config import Config
@@ -25,9 +26,11 @@ from efficient_ft.methods.base import Method, plain_state_dict
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
-from efficient_ft.record.files import json_text
+from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.results import images_digest
+from efficient_ft.training.balance import balance_classes
 from efficient_ft.training.callbacks.compilation import CompileCallback
+from efficient_ft.training.callbacks.ema import WeightAverage
 from efficient_ft.training.callbacks.progress import ProgressBar
 from efficient_ft.training.callbacks.recorder import Recorder, rows_every, stop_on_interrupt
 from efficient_ft.training.callbacks.step_stats import StepStats
@@ -78,6 +81,7 @@ class Training:
         network: the network with its weights. The methods are not applied yet.
         methods: the methods of the run.
         before_model: resident memory before the network was built, in bytes.
+        class_weights: see `training.balance.balance_classes`.
     """
 
     config: Config
@@ -88,6 +92,7 @@ class Training:
     network: nn.Module
     methods: Sequence[Method]
     before_model: int
+    class_weights: Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))
+    weights = balance_classes(config, kind.task, data)
     release_freed_memory()  # reading a list of a million images leaves 75 MiB of unused memory
     release_library_pages()
     before_model = resident_bytes()
@@ -140,7 +146,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     notes = {IMAGES: digest, CONTENTS: json_text(contents.record()), **precision_note(config, on_device(config))}
     held.begin(config, notes, begun)
     from_first()  # the other processes wait until the first one has prepared the folder
-    return Training(config, held, kind, data, understood, network, methods, before_model)
+    return Training(config, held, kind, data, understood, network, methods, before_model, weights)
 
 
 def fit(run: Training, arguments: Sequence[str]) -> Fitted:
@@ -164,15 +170,18 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     every = rows_every(config.logger.every_n_steps, total_steps)
     names = run.data.class_names
     of_classes = names if isinstance(names, list | tuple) else ()
-    keep_best = partial(export_network, run)
-    recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes)
+    ema = None if config.trainer.ema is None else WeightAverage(config.trainer.ema)
+    keep_best = partial(export_network, run, ema=ema)
+    recorder = Recorder(
+        folder, run.data.best_split, keep_best, extra, totals, every, of_classes, config.trainer.patience
+    )
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
-    callbacks: list[L.Callback] = [memory, run.held.started(), same_start(), apply]
+    callbacks: list[L.Callback] = [memory, run.held.started(), same_start(), apply, *([] if ema is None else [ema])]
     features = None
-    uses_prefix = config.trainer.cache_features != "off" or config.trainer.frozen_prefix != "fp32"
-    if uses_prefix and run.kind.supports("prefix"):
+    stores = config.trainer.cache_features != "off" and run.kind.supports("cache_features")
+    if stores or (config.trainer.frozen_prefix != "fp32" and run.kind.supports("prefix")):
         data: Any = run.data
         features = FeatureCallback(config, data, run.methods, epochs, folder)
         callbacks.append(features)
@@ -187,7 +196,8 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     trainer = build_trainer(config, folder, run.methods, callbacks, loggers, epochs)
     if use_channels_last(config, trainer.strategy.root_device):
         run.network.to(memory_format=torch.channels_last)
-    module = FineTuner(run.network, config, run.data.num_classes, total_steps)
+    task = run.kind.task_on(config, run.data)
+    module = FineTuner(run.network, config, run.data.num_classes, total_steps, run.class_weights, task)
     fitted = Fitted(trainer, module, recorder, totals, memory, features, compilation, loggers)
     _loop(run, fitted)
     return fitted
@@ -207,18 +217,34 @@ def _loop(run: Training, fitted: Fitted) -> None:
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
-            if isinstance(error, SystemExit) and trainer.interrupted:  # Lightning raises SystemExit after a signal
-                raise stopping.ending(recorder.stop_requested or _LIGHTNINGS[trainer.received_sigterm]) from None
+            raise_signal(trainer, error, recorder.stop_requested)
             raise
 
 
-def export_network(run: Training, notes: dict[str, Any]) -> None:
-    """Write model.safetensors with the current weights.
+def raise_signal(trainer: L.Trainer, error: BaseException, requested: int | None = None) -> None:
+    """Raise the exception of a signal that interrupted Lightning's training loop. Other errors are ignored.
 
-    The metadata contain `notes` and the result of `Kind.notes`.
+    Args:
+        trainer: the Trainer whose loop raised `error`.
+        error: the error. After a signal, Lightning raises SystemExit.
+        requested: the signal that the run received, or None to use the signal that Lightning handled.
+    """
+    if isinstance(error, SystemExit) and trainer.interrupted:
+        raise stopping.ending(requested or _LIGHTNINGS[trainer.received_sigterm]) from None
+
+
+def export_network(run: Training, notes: dict[str, Any], ema: WeightAverage | None = None) -> None:
+    """Write model.safetensors with the current weights, or with the averaged weights if `ema` is given.
+
+    The metadata contain `notes` and the result of `Kind.notes`. If the weights alone define the network, also write the
+    files of `Kind.companions`.
     """
     notes |= run.kind.notes(run.config, run.data)
-    weights = plain_state_dict(run.network, run.methods, copy_weights=False)
     model = run.kind.portable(run.config, run.network)
     spec = run.kind.network_input(factory.input_of(run.config.model), run.data)
-    export.save(run.held.path / export.NAME, weights, model, run.data.class_names, spec, notes, run.methods)
+    with nullcontext() if ema is None else ema.applied():
+        weights = plain_state_dict(run.network, run.methods, copy_weights=False)
+        export.save(run.held.path / export.NAME, weights, model, run.data.class_names, spec, notes, run.methods)
+    if all(method.merges for method in run.methods) and not run.config.tasks:
+        for name, text in run.kind.companions(run.config, run.network, run.data).items():
+            write_text_atomically(run.held.path / name, text)

@@ -9,6 +9,7 @@ applied before `prepare` wraps the model.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import timm
 import torch
@@ -17,19 +18,18 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits, a small vision transformer, with timm
-from efficient_ft import MethodSession  # efficient-ft
+from efficient_ft import MethodSession, methods  # efficient-ft
 from efficient_ft.data.digits import load_digits
-from efficient_ft.methods import Compact, Method
 
 
-def main(methods: Sequence[Method] = (Compact(),), batch_size: int = 32, steps: int = 20) -> list[float]:
+def main(chosen: Sequence[Any] = (), batch_size: int = 32, steps: int = 20) -> list[float]:
     """Train for some steps, and return the loss of each step, averaged over the processes."""
     torch.manual_seed(0)
     images, labels = load_digits()
     pixels = F.interpolate(torch.tensor(images, dtype=torch.float32)[:, None] / 8 - 1, scale_factor=4)
     dataset = TensorDataset(pixels.expand(-1, 3, -1, -1), torch.tensor(labels))
     model = timm.create_model("vit_digits", num_classes=10)
-    session = MethodSession(model, methods, frozen_bn=False).apply()  # efficient-ft
+    session = MethodSession(model, chosen or methods.Compact(), frozen_bn=False).apply()  # efficient-ft
     accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = DataLoader(dataset, batch_size // accelerator.num_processes, shuffle=True)

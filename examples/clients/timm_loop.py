@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import efficient_ft.models.small  # noqa: F401  registers vit_digits, a small vision transformer, with timm
-from efficient_ft import MethodSession  # efficient-ft
+from efficient_ft import MethodSession, methods  # efficient-ft
 from efficient_ft.data.digits import load_digits
-from efficient_ft.methods import LowBit, Method
 
 STEPS_PER_EPOCH, BATCH, TEST = 10, 32, 256
 
@@ -36,9 +35,7 @@ def digits() -> tuple[Tensor, Tensor]:
     return F.interpolate(images, scale_factor=4).expand(-1, 3, -1, -1), torch.tensor(labels)
 
 
-def main(
-    methods: Sequence[Method] = (LowBit(bits=4),), epochs: int = 4, checkpoint: Path | None = None
-) -> dict[str, Any]:
+def main(chosen: Sequence[Any] = (), epochs: int = 4, checkpoint: Path | None = None) -> dict[str, Any]:
     """Train for some epochs, and return the loss of each step and the accuracy of the averaged weights.
 
     If the file `checkpoint` exists, training continues after its last epoch. A checkpoint is written after each epoch.
@@ -46,7 +43,7 @@ def main(
     torch.manual_seed(0)
     images, labels = digits()
     model = timm.create_model("vit_digits", num_classes=10, drop_path_rate=0.1).to(memory_format=torch.channels_last)
-    session = MethodSession(model, methods, frozen_bn=False).apply()  # efficient-ft
+    session = MethodSession(model, chosen or methods.LowBit(bits=4), frozen_bn=False).apply()  # efficient-ft
     ema = ModelEmaV3(model, decay=0.9)
     optimizer = create_optimizer_v2(model, opt="adamw", lr=2e-3, weight_decay=0.05, layer_decay=0.8)
     scheduler, _ = create_scheduler_v2(

@@ -10,6 +10,7 @@ from typing import Any
 from docsgen import cards, records
 from docsgen.markdown import BLOCKS, block, duration, table
 from efficient_ft.cli.commands import table as table_command
+from efficient_ft.config.augment import PRESETS
 from efficient_ft.methods import METHODS
 from efficient_ft.papers.published import COSTS, published_table
 
@@ -204,6 +205,14 @@ def options(group: str) -> str:
     """Show the options of a configuration group with the comments at the top of their files."""
     rows = [[f"`{file.stem}`", comment(file)] for file in sorted((cards.CONF / group).glob("*.yaml"))]
     return table([group, "description"], rows, left=2)
+
+
+@block
+def augment_presets() -> str:
+    """Show the settings of each preset of ``data.augment.name``."""
+    names = list(dict.fromkeys(name for preset in PRESETS.values() for name in preset))
+    rows = [[f"`{preset}`", *(str(own.get(name, "–")) for name in names)] for preset, own in PRESETS.items()]
+    return table(["`data.augment.name`", *(f"`{name}`" for name in names)], rows)
 
 
 @block

@@ -10,11 +10,25 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
-from docsgen import ROOT, blocks, cards, claims, curves, figure, graph, memory, others, reference, studies, values
+from docsgen import (
+    ROOT,
+    backbones,
+    blocks,
+    cards,
+    claims,
+    curves,
+    figure,
+    graph,
+    memory,
+    others,
+    reference,
+    studies,
+    values,
+)
 from docsgen.markdown import BLOCKS
 
 #: Modules that register their blocks in BLOCKS when they are imported.
-_WITH_BLOCKS = (blocks, cards, claims, curves, graph, memory, others, reference, studies)
+_WITH_BLOCKS = (backbones, blocks, cards, claims, curves, graph, memory, others, reference, studies)
 
 #: Markers in backticks are not replaced.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)
@@ -72,6 +86,8 @@ def index(readme: str) -> str:
     plain = re.sub(
         r"^<!-- (?:generated: .+|end) -->\n\n?", "", VALUE.sub(lambda m: m["old"], readme), flags=re.MULTILINE
     )
+    # The site does not contain the examples.
+    plain = re.sub(r"\[([^]]+)\]\((examples/[^)]+)\)", r"\1 (`\2`)", plain)
     return f"{note}\n{LINK.sub(moved, plain)}"
 
 

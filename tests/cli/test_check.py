@@ -77,6 +77,26 @@ def test_the_task_and_a_model_are_those_of_the_data() -> None:
         with_task(["data=rte"])
 
 
+def test_rows_of_a_label_file_are_skipped_as_in_training(
+    folders: Callable[..., Path],  # noqa: F811
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    root = folders(train={"cat": 4, "dog": 4})
+    files = sorted(path.relative_to(root) for path in root.rglob("*.jpg"))
+    lines = [f"{path},{'' if i == 0 else path.parent.name}" for i, path in enumerate(files)]
+    (root / "labels.csv").write_text("\n".join(["file,label", *lines]))
+    (root / files[1]).write_bytes(b"")
+    words = ["data=labels", f"data.root={root}", "data.labels.file=labels.csv", f"--out={tmp_path / 'out'}"]
+    assert main(words) == 1
+    assert "skip such rows with data.on_corrupt=skip" in " ".join(capsys.readouterr().out.split())
+    assert main([*words, "data.on_corrupt=skip"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 row is left out: no label in column 'label'." in printed
+    assert "1 sample cannot be used. These samples are skipped." in printed
+    assert "Correct" not in printed
+
+
 def test_mistakes_in_settings_are_errors_of_the_user(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="Did you mean 'root'"):
         main(["data=folder", "data.rooot=x"])

@@ -30,7 +30,9 @@ NAMED = {
     "smp": ["model.name=unet", "model.encoder=resnet18"],
     "mask_folder": ["data.root=images"],
     "text": ["model.name=bert"],
+    "hf": ["model.name=vit"],
     "text_folder": ["data.root=texts.csv"],
+    "labels": ["data.labels.file=labels.csv"],
 }
 
 
@@ -48,7 +50,7 @@ def test_every_model_is_known_to_timm_with_its_weights() -> None:
 
     import efficient_ft.models.factory  # noqa: F401  registers our models
 
-    for option in set(options("model")) - {"timm", "vit_digits", "smp", "segformer_b0", *TEXT}:
+    for option in set(options("model")) - {"timm", "hf", "vit_digits", "smp", "segformer_b0", *TEXT}:
         (config,) = composed(f"model={option}", *OF_TASK.get(option, ["data=cifar10"]))
         name = config.model.encoder or config.model.name
         assert name in timm.list_pretrained(f"{name.partition('.')[0]}.*"), option

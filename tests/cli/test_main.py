@@ -185,7 +185,7 @@ def test_slurm_is_refused_where_there_is_none(
     assert "hydra/launcher=submitit_slurm requires Slurm" in unwrapped(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("name", ["bench", "collect", "figure", "predict", "report", "study"])
+@pytest.mark.parametrize("name", ["bench", "collect", "export", "figure", "predict", "report", "study"])
 def test_a_command_without_arguments_lists_what_it_can_do(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

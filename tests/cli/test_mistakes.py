@@ -111,7 +111,7 @@ from tests.conftest import unwrapped
             ["method=lbp_wht_published", "method.lbp_wht_published.order=2"],
             r"the settings of the option lbp_wht_published are in method\.lbp_wht\. Use method\.lbp_wht\.order=2\.$",
         ),
-        (["data.batch_size=100000000"], r"^data\.batch_size must be an integer >= 1 and <= 65536, got 100000000"),
+        (["data.batch_size=100000000"], r"^data\.batch_size must be .* <= 65536 or auto, got 100000000"),
         (["model.image_size=100000"], r"^model\.image_size must be .*8192"),
         (["method=[]"], r"^method must be one of .*, got \[\]\."),
         (["optim.lr="], r"^optim\.lr must be a number >= 1e-12, got an empty string\.$"),

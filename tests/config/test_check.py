@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from efficient_ft.config import Config, check, setting_names
+from efficient_ft.config.kinds import RULES, KindRules
 from efficient_ft.core.errors import SettingError
 from tests.config.settings import PLAIN, two_tasks, with_settings
 
@@ -63,7 +64,7 @@ def refused(plain: dict[str, Any]) -> SettingError:
         ("lr", 1, "lr=1: there is no such setting. A run has"),
         ("lr", 1, "Did you mean 'optim.lr'?"),
         ("data__augment__scael", 1,
-         "data.augment.scael=1: there is no such setting. data.augment has flip, name, pick, resize, scale,"),
+         "data.augment.scael=1: there is no such setting. data.augment has color_jitter, cutmix, erase_prob, flip,"),
         ("a__typo", 1, 'a={"typo": 1}: there is no such setting'),
         ("seed", -1, "seed must be an integer >= 0 and < 4294967296, got -1."),
     ],
@@ -76,6 +77,15 @@ def test_the_names_of_splits_are_named() -> None:
     said = str(refused(with_settings(data__name="folder", data__splits={"trian": "a"})))
     assert said.startswith("data.splits must be a mapping from train or val or test to values, ")
     assert "trian" in said
+
+
+@pytest.mark.parametrize("file", [["a.csv", "b.csv"], {"validation": "a.csv"}, None])
+def test_the_label_file_is_one_file_or_one_for_each_split(file: Any) -> None:
+    said = str(refused(with_settings(data__name="labels", data__labels={"file": file})))
+    form = "one file, or one file for each of the splits train, val and test, such as {train: a.csv, val: b.csv}"
+    assert said.startswith(f"data.labels.file must be {form}, got ")
+    other = str(refused(with_settings(data__name="folder", data__labels={"separator": "|"})))
+    assert other == "data.labels must be null with data=folder, got a mapping. Label files require data=labels."
 
 
 def test_the_value_range_is_ordered_and_for_files() -> None:
@@ -133,7 +143,7 @@ def test_unknown_keys_are_refused_everywhere_by_their_full_name(group: str, name
     [
         ("tasks", {"a": {"name": "pets"}},
          "tasks must be two data sets or more, got a. For one, use tasks=none data=NAME."),
-        ("tasks__b__batch_size", 0, "tasks.b.batch_size must be an integer >= 1 and <= 65536, got 0."),
+        ("tasks__b__batch_size", 0, "tasks.b.batch_size must be an integer >= 1 and <= 65536 or auto, got 0."),
         ("tasks__b__batchsize", 1, "tasks.b.batchsize=1: there is no such setting. tasks.b has augment"),
         ("tasks__b__name", "cat", "tasks.b.name must be one of folder, "),
         ("tasks__b", 3, "tasks.b must be a mapping, got 3."),
@@ -154,3 +164,89 @@ def test_configurations_cannot_be_changed_behind_their_folder() -> None:
     with pytest.raises(ValueError, match="frozen"):
         check(PLAIN).optim.lr = 1.0  # type: ignore[misc]
     assert set(Config.model_fields) >= set(PLAIN)
+
+
+# ------------------------------------------------------------------------------------------------------- augmentation
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__augment__mixup": -0.1}, r"data\.augment\.mixup must be .*0.*, got -0\.1\."),
+        ({"data__augment__cutmix": 101}, r"data\.augment\.cutmix must be .*100.*, got 101\."),
+        ({"data__augment__mix_prob": 1.5}, r"data\.augment\.mix_prob must be .*, got 1\.5\."),
+        ({"data__augment__erase_prob": -1}, r"data\.augment\.erase_prob must be .*, got -1\."),
+        ({"data__augment__color_jitter": 2}, r"data\.augment\.color_jitter must be .*, got 2\."),
+        ({"data__augment__policy": "rand"}, r"data\.augment\.policy must be .*randaugment.*, got rand\."),
+        ({"data__augment__name": "heavy"}, r"data\.augment\.name must be .*strong.*, got heavy\."),
+        (
+            {"data__augment__policy": "randaugment", "data__augment__magnitude": 31},
+            r"data\.augment\.magnitude must be .*30.*, got 31\.",
+        ),
+        (
+            {"data__augment__magnitude": 5},
+            r"data\.augment\.magnitude must be left out with data\.augment\.policy=none, got 5\. Only RandAugment",
+        ),
+        (
+            {"data__augment__name": "medium", "data__augment__num_ops": 3},
+            r"data\.augment\.num_ops must be left out with data\.augment\.policy=trivialaugment, got 3\.",
+        ),
+        ({"data__augment__mix_prob": 0.5}, r"mix_prob must be left out without MixUp and CutMix, got 0\.5\."),
+        ({"data__augment__reprob": 0.5}, r"data\.augment\.reprob.*data\.augment\.erase_prob"),
+        (
+            {"data__augment__mixup": 0.2, "trainer__cache_features": "on"},
+            r"data\.augment\.mixup must be 0 with trainer\.cache_features=on, got 0\.2\. Stored features belong to"
+            r" single images, but MixUp and CutMix mix two images\.",
+        ),
+        (
+            {"data__augment__name": "strong", "trainer__cache_features": "on"},
+            r"data\.augment\.name must be light or medium with trainer\.cache_features=on, got strong\. .*"
+            r"Or set data\.augment\.mixup=0 data\.augment\.cutmix=0\.",
+        ),
+        (
+            {"data__augment__mixup": 0.2, "data__batch_size": 1},
+            r"data\.augment\.mixup must be 0 with data\.batch_size=1, got 0\.2\. Images are mixed with other images",
+        ),
+    ],
+)
+def test_augmentation_that_cannot_be_used(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        check(with_settings(**changes))
+
+
+def test_augmentation_that_can_be_stored_or_applied_is_accepted() -> None:
+    for augment in ({"name": "medium"}, {"name": "strong", "mixup": 0, "cutmix": 0}, {"mixup": 0.5, "mix_prob": 0}):
+        check(with_settings(data__augment=augment, trainer__cache_features="on"))
+    check(with_settings(data__augment={"name": "none", "mixup": 0.5, "policy": "autoaugment"}))
+
+
+def test_mixing_needs_one_class_per_image() -> None:
+    counting = KindRules("counting", RULES["classification"].data)
+    message = r"data\.augment\.mixup must be 0 with task=counting, got 0\.2\. MixUp and CutMix require one class per"
+    with pytest.raises(SettingError, match=message):
+        counting.check(check(with_settings(data__augment__mixup=0.2)))
+    counting.check(check(with_settings(data__augment__name="medium")))
+    with pytest.raises(SettingError, match=r"tasks\.b\.augment\.name must be light or medium with task=counting"):
+        counting.check(check(two_tasks(tasks__b__augment__name="strong")))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trainer__ema": 0}, r"trainer\.ema must be a number > 0 and < 1 or null, got 0\."),
+        ({"trainer__ema": 1.0}, r"trainer\.ema must be a number > 0 and < 1 or null, got 1\.0\."),
+        ({"trainer__ema": 0.999, "trainer__ema_decay": 0.9}, r"trainer\.ema_decay.*trainer\.ema"),
+        ({"trainer__patience": 0}, r"trainer\.patience must be an integer >= 1 or null, got 0\."),
+        (
+            {"trainer__patience": 2},
+            r"trainer\.patience must be less than 2, the value of trainer\.epochs, or null, got 2\. Training could"
+            r" never stop early\.",
+        ),
+        (
+            {"trainer__patience": 1, "data__select_best_on": "test"},
+            r"data\.select_best_on must be val with trainer\.patience=1, got test\. Early stopping requires a"
+            r" validation split\.",
+        ),
+    ],
+)
+def test_averages_and_early_stopping_that_cannot_be_used(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingError, match=message):
+        check(with_settings(**changes))

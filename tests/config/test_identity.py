@@ -20,6 +20,9 @@ _MATTERS = {
     "data__name": "pets",
     "data__batch_size": 3,
     "data__augment__flip": False,
+    "data__augment__name": "strong",
+    "data__augment__mixup": 0.5,
+    "data__augment__erase_prob": 0.5,
     "data__val_fraction": 0.3,
     "method": {"full": {}, "lora": {"rank": 3}},
     "optim__lr": 0.5,
@@ -29,6 +32,8 @@ _MATTERS = {
     "trainer__epochs": 3,
     "trainer__precision": "bf16",
     "trainer__num_nodes": 2,
+    "trainer__ema": 0.9,
+    "trainer__patience": 1,
     "seed": 1,
 }
 _SHOWN_ONLY = {
@@ -55,6 +60,13 @@ def test_weights_in_bf16_are_another_run_and_the_default_keeps_the_folder() -> N
     plain = {"trainer__precision": "bf16"}
     same, other = (check(with_settings(**plain, trainer__weight_dtype=dtype)) for dtype in ("fp32", "bf16"))
     assert fingerprint(check(with_settings(**plain))) == fingerprint(same) != fingerprint(other)
+
+
+def test_runs_without_augmentation_averages_and_early_stopping_keep_their_folders() -> None:
+    """The fingerprints are those of the version before these settings."""
+    scale = with_settings(data__augment={"scale": [0.2, 1.0], "pick": 1})
+    found = [fingerprint(check(plain)) for plain in (PLAIN, two_tasks(), scale)]
+    assert found == ["bd46f49e", "c5e0cbb2", "d17b84fe"]
 
 
 def test_a_compiled_run_is_another_run_and_the_default_keeps_the_folder() -> None:

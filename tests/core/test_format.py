@@ -43,6 +43,12 @@ def test_accuracies_that_differ_by_one_of_10000_images_look_different() -> None:
 
 def test_a_difference_has_its_sign() -> None:
     assert [format_percent(one, sign=True) for one in (0.031, -0.031, 0)] == ["+3.10 %", "-3.10 %", "0 %"]
+    assert [format_percent(one, digits=1) for one in (0.31, 0.9999, 0.0001, 1)] == [
+        "31.0 %",
+        "99.9 %",
+        "< 0.1 %",
+        "100 %",
+    ]
 
 
 @pytest.mark.parametrize(("size", "shown"), [(4 * 10**9, "4GB"), (3 * 2**30, "3GiB"), (4271234567, "3.98GiB")])

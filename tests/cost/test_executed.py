@@ -452,3 +452,21 @@ def test_a_model_without_logits_is_refused():
 
     with pytest.raises(UserError, match="Pair must return logits"):
         executed(Pair(nn.Linear(48, 5)), 2, (4, 4))
+
+
+def test_without_weights_the_error_of_a_model_is_raised() -> None:
+    class Broken(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(3, 4, 8, 8), nn.Linear(4, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                raise RuntimeError("this model cannot be trained")
+            logits: Tensor = self.head(self.conv(x).mean((2, 3)))
+            return logits
+
+    with torch.device("meta"):
+        model = Broken()
+    with pytest.raises(RuntimeError, match="this model cannot be trained"):
+        executed(model, 2, (32, 32))

@@ -32,21 +32,29 @@ def test_classes_are_counted_without_opening_an_image(folders: Make, data_config
 
 def test_every_data_set_has_a_configuration_that_holds_all_settings() -> None:
     files = {path.stem: yaml.safe_load(path.read_text()) for path in CONF.glob("*.yaml")}
-    assert set(files) == {"folder", "digits", "mask_folder", "text_folder", *PUBLISHED, *MASK_SETS, *TEXT_SETS}
+    assert set(files) == {
+        "folder",
+        "labels",
+        "digits",
+        "mask_folder",
+        "text_folder",
+        *PUBLISHED,
+        *MASK_SETS,
+        *TEXT_SETS,
+    }
     for name, settings in files.items():
         assert settings["name"] == name
         masks, text = settings.get("masks"), settings.get("text")
         own = "masks" if masks is not None else "text" if text is not None else "augment"
-        assert set(settings) | {"follow_links", "splits", "value_range", "max_pixels"} == set(
-            DataConfig.model_fields
-        ) - {
-            "masks",
-            "text",
-            "augment",
-        } | {own}
+        also = {"labels"} if name == "labels" else set()
+        optional = {"follow_links", "splits", "value_range", "max_pixels"}
+        others = {"masks", "text", "labels", "augment", "batch_size_selected"}  # a run writes the last setting
+        assert set(settings) | optional == set(DataConfig.model_fields) - others | {own} | also
         assert ("follow_links" in settings) == ("splits" in settings)
-        assert ("value_range" in settings) == ("max_pixels" in settings) == (name in {"folder", "mask_folder"})
-        assert ("follow_links" in settings) == (name in {"folder", "mask_folder", "text_folder"})
+        assert (
+            ("value_range" in settings) == ("max_pixels" in settings) == (name in {"folder", "labels", "mask_folder"})
+        )
+        assert ("follow_links" in settings) == (name in {"folder", "labels", "mask_folder", "text_folder"})
         assert (masks is not None) == (name == "mask_folder" or name in MASK_SETS)
         assert (text is not None) == (name == "text_folder" or name in TEXT_SETS)
         settings["root"] = settings["root"].replace("???", "images")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data.text_rows import read_text
+from efficient_ft.data.tables import read_text
 from tests.data.text_sets import json_lines, open_set, printed, table, write_all
 from tests.models.text_models import sentences
 

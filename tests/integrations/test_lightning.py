@@ -13,13 +13,26 @@ import lightning.pytorch as L
 import pytest
 import timm
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.lightning import MethodCallback
-from efficient_ft.methods import BSR, LBPWHT, LISA, ALaST, Full, LastStage, LoRA, MoE, TopLayers, apply_methods
+from efficient_ft.methods import (
+    BSR,
+    LBPWHT,
+    LISA,
+    ALaST,
+    BackRazor,
+    Full,
+    LastStage,
+    LoRA,
+    MoE,
+    TopLayers,
+    apply_methods,
+)
 from efficient_ft.methods.base import Method
 from efficient_ft.optim import step_in_backward
 from efficient_ft.testing import model_of
@@ -319,14 +332,14 @@ def test_a_compiled_or_wrapped_network_is_refused() -> None:
     in_place = model_of("vit")
     in_place.compile()
     for net, message in (
-        (torch.compile(model_of("vit")), r"plain module, got OptimizedModule\."),
+        (torch.compile(model_of("vit")), r"unwrapped nn.Module, got OptimizedModule\."),
         (inside, r"got OptimizedModule at blocks\.1"),
-        (in_place, r"got Module\.compile"),
+        (in_place, r"got a compiled network \(model\.compile\(\)\)"),
         (nn.DataParallel(model_of("vit")), r"got DataParallel"),
     ):
         with pytest.raises(UserError, match=message):
             fitted([Full()], Module(net))  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"plain module, got torch\.compile\(Module\)"):
+    with pytest.raises(UserError, match=r"must not be compiled, got torch\.compile\(Module\)"):
         trainer_of(MethodCallback(Full(), network="net")).fit(torch.compile(Module()), loader_of(1))
 
 
@@ -391,6 +404,21 @@ def test_stepping_inside_the_backward_pass_excludes(options: dict[str, Any], mes
 def test_a_method_that_reads_gradients_refuses_stepping_inside_the_backward_pass() -> None:
     with pytest.raises(UserError, match=r"method top_layers compares the gradients.*optim\.in_backward=false"):
         fitted([TopLayers(num_layers=1)], Inside())
+
+
+@pytest.mark.parametrize("copies", [EMAWeightAveraging, lambda: StochasticWeightAveraging(1e-2)], ids=["ema", "swa"])
+def test_callbacks_that_copy_the_network_come_after_the_methods(copies: Any) -> None:
+    """Averaging weights does not change the training. Copies made before the methods are applied are rejected."""
+    module = Module()
+    with pytest.raises(
+        UserError, match=r"copied the network before .* List MethodCallback before \w+WeightAveraging in"
+    ):
+        trainer_of(copies(), MethodCallback([LoRA(rank=2)], network="net")).fit(module, loader_of(2))
+    methods = MethodCallback([LoRA(rank=2)], network="net")
+    trainer_of(methods, copies(), max_epochs=2).fit(module := Module(), loader_of(2))
+    assert all(p.isfinite().all() for p in module.parameters())
+    # Methods that add no parameters accept earlier copies.
+    trainer_of(copies(), MethodCallback([BackRazor()], network="net"), max_epochs=2).fit(Module(), loader_of(2))
 
 
 def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ def test_a_model_wrapped_for_several_processes_after_applying(stack: str) -> Non
         assert unused is (stack != "last_stage+lbp_wht")
         wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=unused)
         train(wrapped, session, batches_of("vit", 4))
-        with pytest.raises(UserError, match=r"plain module, got DistributedDataParallel\. Apply the methods before"):
+        with pytest.raises(UserError, match=r"got DistributedDataParallel\. Apply the methods to model\.module"):
             MethodSession(wrapped, Full()).apply()
     assert_same_weights(expected, model)
 

@@ -28,7 +28,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.saving import decode, encode
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.integrations.transformers import MethodCallback
-from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Full, LastStage, LoRA, Mesa, RepNet
+from efficient_ft.methods import LBPWHT, LISA, SWAT, ALaST, Compact, Full, LastStage, LoRA, Mesa, RepNet
 from efficient_ft.methods.base import Method
 from efficient_ft.optim import step_in_backward
 from efficient_ft.testing import CLASSES, MODELS, model_of
@@ -315,8 +315,6 @@ def test_a_wrong_name_is_refused_with_those_there_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argument", "value"),
     [
-        ("activation_checkpointing", True),
-        ("gradient_checkpointing", True),
         ("auto_find_batch_size", True),
         ("restore_callback_states_from_checkpoint", True),
     ],
@@ -326,6 +324,15 @@ def test_arguments_that_methods_cannot_work_under_are_refused(argument: str, val
     with pytest.raises(SettingError, match=rf"^[^.]*{argument}[^.]* must be off, got {value}\. "):
         trainer_of(Full(), tmp_path, model, **{argument: value})
     assert not hasattr(model.timm_model, "efficient_ft_methods")
+
+
+@pytest.mark.parametrize("argument", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_is_rejected_only_with_methods_that_it_disables(argument: str, tmp_path: Path) -> None:
+    message = rf"^[^.]*{argument}[^.]* must be off with method compact, got True\. Use the method Checkpointing"
+    with pytest.raises(SettingError, match=message):
+        trainer_of(Compact(), tmp_path, wrapped(), **{argument: True})
+    callback = MethodCallback([Full(), LBPWHT(order=2)])
+    callback._refuse_arguments(arguments(tmp_path, **{argument: True}))
 
 
 def test_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +407,7 @@ def test_stepping_inside_the_backward_pass(tmp_path: Path) -> None:
 def test_a_wrapped_network_is_refused(tmp_path: Path) -> None:
     model = wrapped()
     model.timm_model = nn.DataParallel(model.timm_model)
-    with pytest.raises(UserError, match=r"plain module, got DataParallel"):
+    with pytest.raises(UserError, match=r"unwrapped nn.Module, got DataParallel"):
         trainer_of(Full(), tmp_path, model)
 
 

@@ -185,6 +185,15 @@ def _razor(*models: str, **settings: Any) -> Row:
     )
 
 
+#: Networks of the contracts that token methods reject, with a part of the message.
+NO_GRID = {
+    "efficientformer": "not share one token grid",
+    "swinv2": "attention uses windows of a grid",
+    "resnet": "no attention blocks",
+    "mobilenet": "no attention blocks",
+}
+
+
 def _merging(**settings: Any) -> Row:
     return Row(
         METHODS["tome"],
@@ -192,7 +201,7 @@ def _merging(**settings: Any) -> Row:
         off={"r": 0},
         shortcuts=((_MergingForward, "_acts", _always),),
         models=("vit", "rotary"),
-        refused=dict.fromkeys(("efficientformer", "resnet", "mobilenet", "swinv2"), "not share one token grid"),
+        refused=NO_GRID,
         own_evaluation="tokens are merged there too",
         on_reference=references.tome,
     )
@@ -300,7 +309,7 @@ ROWS = {
         METHODS["patch_dropout"],
         off={"keep_rate": 1.0},
         models=("vit", "rotary"),
-        refused=dict.fromkeys(("efficientformer", "swinv2", "resnet", "mobilenet"), "not share one token grid"),
+        refused=NO_GRID,
         on_reference=references.patch_dropout,
         random="patches are drawn for each image, as dropout draws",
     ),

@@ -309,11 +309,12 @@ def test_one_object_serves_one_model():
         method.apply(vit())
 
 
-def test_images_of_another_size_than_the_model_was_built_for_are_named():
+def test_tokens_of_another_size_that_do_not_come_from_images_are_named():
     model = vit(dynamic_img_size=True)
     LBPWHT(order=2).apply(model)
-    with pytest.raises(ValueError, match="1 prefix tokens and a grid of 7×7 tokens"):
-        model.train()(torch.randn(2, 3, 64, 64))
+    model.train()(torch.randn(2, 3, 64, 64))  # the grid follows the image size, see test_image_sizes
+    with pytest.raises(ValueError, match="received 26 tokens, but 1 prefix tokens and a grid of"):
+        model.blocks[0](torch.randn(2, 26, 192, requires_grad=True))
 
 
 def test_a_model_with_nothing_to_project_is_refused():

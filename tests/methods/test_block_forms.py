@@ -22,6 +22,7 @@ from efficient_ft.methods.tokens.block_forms import FORMS, example_inputs, form_
 from efficient_ft.methods.tokens.evit import EViT
 from efficient_ft.methods.tokens.patch_dropout import PatchDropout
 from efficient_ft.methods.tokens.tome import ToMe
+from efficient_ft.ops.tokens import current_tokens
 from efficient_ft.testing import lively
 
 WIDTH, HEADS, PATCHES = 32, 2, 9
@@ -33,6 +34,66 @@ def _of_transformers(name: str, config: str, **settings: Any) -> nn.Module:
              "image_size": 12, "patch_size": 4, **settings}  # fmt: skip
     model = getattr(transformers, name)(getattr(transformers, config)(**sizes))
     return next(module for module in model.modules() if form_of(type(module)) is not None)
+
+
+@pytest.mark.parametrize(
+    ("network", "config", "settings", "reason"),
+    [
+        ("HieraModel", "HieraConfig", {}, "attention uses windows and pools tokens"),
+        (
+            "SamVisionModel",
+            "SamVisionConfig",
+            {"num_hidden_layers": 2, "global_attn_indexes": [1]},
+            "attention uses windows and relative position biases",
+        ),
+        ("ResNetModel", "ResNetConfig", {}, "ResNetModel has no attention blocks"),
+    ],
+)
+@pytest.mark.parametrize("method", [ToMe(1), PatchDropout()])
+def test_the_difference_of_an_unsupported_network_is_named(
+    method: Method, network: str, config: str, settings: dict[str, Any], reason: str
+) -> None:
+    with torch.device("meta"):
+        model = getattr(transformers, network)(getattr(transformers, config)(**settings))
+    with pytest.raises(UserError, match=reason):
+        method.apply(model)
+
+
+class Encoder(nn.Module):
+    """A network of torch's encoder layers for images of 16×16 pixels. `patches` selects patch tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 4, 4)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, HEADS, 48, batch_first=True, dropout=0.0) for _ in range(2)
+        )
+        self.head = nn.Linear(WIDTH, 3)
+        self.patches: Tensor | None = None
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patch(images).flatten(2).mT
+        if self.patches is not None:
+            x = x.gather(1, self.patches[..., None].expand(-1, -1, WIDTH))
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.mean(1))
+
+
+def test_patches_are_dropped_before_torch_s_encoder_layers() -> None:
+    model, images = Encoder().double(), torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    with pytest.raises(UserError, match=r"TransformerEncoderLayer\): nn\.MultiheadAttention does not expose"):
+        ToMe(1).apply(model, image_size=16)
+    method = PatchDropout(keep_rate=0.5)
+    method.apply(model, image_size=16)
+    found: list[Any] = []
+    handle = model.layers[1].linear1.register_forward_hook(lambda *_: found.append(current_tokens()))
+    output = model.train()(images)
+    handle.remove()
+    assert found[0].grid_index_BL.shape == (2, 8)
+    method.remove(model)
+    model.patches = found[0].grid_index_BL
+    torch.testing.assert_close(output, model(images), rtol=1e-12, atol=1e-12)
 
 
 _eva = partial(EvaBlock, WIDTH, HEADS, num_prefix_tokens=2, drop_path=0.3)

@@ -23,6 +23,7 @@ from efficient_ft.methods import (
     HeadOnly,
     LastStage,
     LoRA,
+    LoRAFA,
     Method,
     apply_methods,
     plain_state_dict,
@@ -241,6 +242,31 @@ def test_merged_weights_give_the_adapted_output(name: str, dtype: torch.dtype, t
     assert not hasattr(model, "peft_config")
 
 
+def test_a_network_can_read_the_attributes_of_an_adapted_convolution() -> None:
+    class Padded(nn.Module):
+        """A network whose forward method reads the kernel size, like DaViT."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Conv2d(3, 16, 4, 4)
+            self.conv = nn.Conv2d(16, 16, 2, 2)
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.stem(x)
+            height, width = self.conv.kernel_size
+            x = F.pad(x, (0, -x.shape[-1] % width, 0, -x.shape[-2] % height))
+            logits: Tensor = self.head(self.conv(x).mean((2, 3)))
+            return logits
+
+    model = Padded()
+    images = torch.randn(2, 3, 28, 28)
+    before = model(images)
+    LoRAFA(rank=2).apply(model)
+    assert adapters(model)
+    torch.testing.assert_close(model(images), before)
+
+
 def test_swinv2_s_attention_computes_qkv_as_before_once_removed() -> None:
     model, lora = model_of("swinv2"), LoRA(rank=2)
     attention = model.get_submodule("layers.0.blocks.0.attn")
@@ -269,7 +295,7 @@ def test_a_model_with_other_adapters_is_refused() -> None:
         LoRA(rank=4).apply(model)
     model = model_of("vit")
     inject_adapter_in_model(LoraConfig(target_modules=["qkv"]), model)
-    with pytest.raises(UserError, match="already has peft adapters"):
+    with pytest.raises(UserError, match="has adapters of peft"):
         LoRA(rank=4).apply(model)
     assert not any("lora" in layer.name for layer in view(model).layers)
 

@@ -316,7 +316,7 @@ def test_settings_out_of_range_name_themselves() -> None:
             SettingError, match=r"^prune must be backward with (attention=fused|value_dtype=int8), got both"
         ):
             BackRazor(prune="both", **rounded)
-    with pytest.raises(SettingError, match=r"method\.checkpointing\.blocks must be indices from -4 to 3, got \[4\]"):
+    with pytest.raises(SettingError, match=r"blocks must be indices from -4 to 3, got \[4\]"):
         Checkpointing(blocks=[4]).apply(MODELS["vit"].create())
 
 

@@ -356,9 +356,7 @@ def test_experts_go_where_the_selection_trains() -> None:
     assert applied.touched == ("blocks.1.mlp",)
     assert set(applied.skipped) == {"blocks.0", "blocks.2", "blocks.3"}
     for selection, frozen in ((HeadOnly(), 0), (Blocks([0]), 1)):
-        with pytest.raises(
-            SettingError, match=rf"method\.moe\.blocks .* got \[0, 1\]\. The network blocks\.{frozen}\.mlp of"
-        ):
+        with pytest.raises(SettingError, match=rf"blocks .* got \[0, 1\]\. The network blocks\.{frozen}\.mlp of"):
             apply_methods(model_of("vit"), [MoE(4, 2, [0, 1]), selection])
 
 
@@ -405,6 +403,16 @@ def test_a_recomputed_block_has_no_balance_loss() -> None:
     model(batch_of("vit")[0])
     with pytest.raises(UserError, match="checkpointing"):
         method.total_loss(torch.zeros(()))
+
+
+def test_checkpointing_of_the_model_s_own_after_experts_is_rejected() -> None:
+    model, method = with_experts(aux_loss_coef=0.1)
+    model.set_grad_checkpointing(True)  # type: ignore[operator]
+    loss = method.total_loss(model(batch_of("vit")[0]).square().mean())
+    with pytest.raises(UserError, match=r"method moe: blocks\.\d\.mlp is recomputed\. .* set aux_loss_coef=0"):
+        loss.backward()
+    model.set_grad_checkpointing(False)  # type: ignore[operator]
+    method.total_loss(model(batch_of("vit")[0]).square().mean()).backward()
 
 
 def test_a_balance_loss_is_whole_or_refused() -> None:
@@ -465,8 +473,8 @@ def test_a_setting_out_of_range_names_itself(kind: Any, setting: dict[str, Any])
 def test_what_can_have_no_experts_is_refused_and_left_as_it_was() -> None:
     model = model_of("vit")
     for method, said in (
-        (MoE(4, 2), r"method\.moe\.blocks must be indices from -4 to 3, got \[3, 7, 11\]\. .* has 4 blocks"),
-        (BSRMoE(4, 2), r"method\.bsr_moe\.blocks must be .* got \[3, 7, 11\]"),
+        (MoE(4, 2), r"blocks must be indices from -4 to 3, got \[3, 7, 11\]\. .* has 4 blocks"),
+        (BSRMoE(4, 2), r"blocks must be .* got \[3, 7, 11\]"),
     ):
         with pytest.raises(SettingError, match=said):
             method.apply(model)

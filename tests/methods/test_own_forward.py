@@ -7,23 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.methods import (
     BSR,
-    LBPWHT,
-    LISA,
     SWAT,
     ALaST,
-    BackRazor,
     BSRMoE,
     Checkpointing,
     EViT,
-    HeadOnly,
-    LoRA,
     Method,
     MoE,
     ToMe,
@@ -148,16 +142,6 @@ def test_an_export_that_would_be_silently_wrong_is_rejected(method: Method) -> N
     for export in (torch.export.export, torch.jit.trace):
         with pytest.raises(UserError, match=rf"method {method.name}: .* exported network would"):
             export(model, (pictures(),))
-
-
-@pytest.mark.parametrize("make", [BackRazor, LBPWHT, HeadOnly, LoRA, LISA])
-def test_a_model_wrapped_by_peft_is_rejected_with_what_to_do(make: Any) -> None:
-    model: Any = get_peft_model(small_vit("vit_tiny_patch16_224"), LoraConfig(target_modules=["qkv"]))
-    with pytest.raises(UserError, match=r"wrapped by peft \(PeftModel\)\. Apply the method .*get_base_model"):
-        make().apply(model)
-    if make in (BackRazor, LBPWHT):
-        make().apply(model.get_base_model())
-        model.train()(pictures()).sum().backward()
 
 
 class Direct(OwnForward):

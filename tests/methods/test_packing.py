@@ -23,6 +23,7 @@ from efficient_ft.methods import (
     UniformLayers,
     apply_methods,
 )
+from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.testing import batch_of, gradients, lively, model_of
 
 
@@ -224,3 +225,25 @@ def test_attention_with_one_key_head_stays_torch_s_and_is_named() -> None:
         net = copy.deepcopy(model)
         assert any("scaled_dot_product_attention" in note for note in method.apply(net).notes)
         net(torch.randn(2, 3, 64, 64)).sum().backward()
+
+
+def test_the_layers_of_a_list_after_the_blocks_are_packed() -> None:
+    class WithList(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 48, "num_heads": 3}
+            self.net = timm.create_model("vit_tiny_patch16_224", num_classes=0, **settings)
+            self.extra = nn.ModuleList([nn.Linear(48, 48) for _ in range(2)])
+            self.head = nn.Linear(48, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net.forward_features(x)
+            for layer in self.extra:
+                x = nn.functional.gelu(layer(x))
+            logits: Tensor = self.head(x[:, 0])
+            return logits
+
+    model = WithList()
+    LowBit().apply(model)
+    assert all(forwards_of(layer) for layer in model.extra)
+    assert not forwards_of(model.extra)

@@ -260,9 +260,7 @@ def test_a_rate_out_of_range_is_named(keep_rate: Any) -> None:
 
 def test_a_rate_that_leaves_out_nothing_is_refused() -> None:
     model = model_of("vit")
-    with pytest.raises(
-        SettingError, match=r"method.patch_dropout.keep_rate must be low enough .* 64 .*got 0.99.*32×32"
-    ):
+    with pytest.raises(SettingError, match=r"keep_rate must be low enough .* 64 .*got 0.99.*32×32"):
         PatchDropout(keep_rate=0.99).apply(model)
     assert not any(forwards_of(module) for module in model.modules())
 

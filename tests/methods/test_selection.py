@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.integrations import MethodSession
 from efficient_ft.methods import BitFit, Blocks, Full, HeadOnly, LastStage, LoRA, Method, NormLast, apply_methods
 from efficient_ft.methods.selection.static import concise
 from efficient_ft.models.view import Reason
@@ -25,13 +26,55 @@ def under(model: nn.Module, *prefixes: str) -> set[str]:
     return {n for n, _ in model.named_parameters() if n.startswith(tuple(f"{p}." for p in prefixes))}
 
 
+class HeadFirst(nn.Module):
+    """A network whose classifier is registered before its blocks, under an uncommon name."""
+
+    def __init__(self, blocks: str) -> None:
+        super().__init__()
+        self.patch, self.result, self.list = nn.Conv2d(3, 32, 8, 8), nn.Linear(32, 5), blocks
+        layers = [nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(3)]
+        self.add_module(blocks, nn.ModuleList(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patch(x).flatten(2).transpose(1, 2)
+        for block in self.get_submodule(self.list).children():
+            x = x + block(x)
+        out: torch.Tensor = self.result(x.mean(1))
+        return out
+
+
 # ------------------------------------------------------------------------------------------------ trainable parameters
+@pytest.mark.parametrize("blocks", ["chain", "blocks"])
+def test_the_head_is_the_layer_that_runs_last(blocks: str) -> None:
+    model = HeadFirst(blocks)
+    HeadOnly().apply(model)
+    assert trains(model) == {"result.weight", "result.bias"}
+
+
+def test_a_layer_before_a_network_does_not_replace_its_head() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), model_of("vit")).double()
+    MethodSession(model, HeadOnly(), image_size=MODELS["vit"].size).apply()
+    assert trains(model) == under(model, "0", "1.head")
+
+
 def test_full_trains_everything_again() -> None:
     model = model_of("vit").requires_grad_(False)
     report = Full().apply(model)
     assert trains(model) == set(model.state_dict())
     assert report.touched == ("cls_token", "pos_embed", "patch_embed", "blocks", "norm", "head")
     assert report.skipped == {}
+
+
+@pytest.mark.parametrize("architecture", ["efficientformer_l1", "ese_vovnet19b_dw"])
+def test_full_without_normalization_layers_trains_all_products(architecture: str) -> None:
+    """Modules such as timm's ConvMlpWithNorm and ConvNormAct have "norm" in their names, but contain products."""
+    with torch.device("meta"):
+        model = timm.create_model(architecture, num_classes=3)
+    Full(train_norms=False).apply(model)
+    layers = dict(model.named_modules())
+    frozen = {type(layers[n.rpartition(".")[0]]) for n, p in model.named_parameters() if not p.requires_grad}
+    assert frozen
+    assert all(issubclass(kind, nn.BatchNorm2d | nn.LayerNorm) for kind in frozen), frozen
 
 
 @pytest.mark.parametrize(
@@ -138,17 +181,25 @@ def test_a_block_that_is_not_there(index: int) -> None:
     model = model_of("vit")
     with pytest.raises(SettingError, match=r"indices from -4 to 3, got .*\. .* has 4 blocks") as error:
         Blocks(blocks=[0, index]).apply(model)
-    assert str(error.value).startswith("method.blocks.blocks must be indices")
+    assert str(error.value).startswith("blocks must be indices")
     assert f"got [0, {index}]" in str(error.value)
     assert trains(model) == set(model.state_dict())
 
 
-@pytest.mark.parametrize("method", [HeadOnly(), LastStage(), Blocks(blocks=[0]), BitFit(), NormLast()])
-def test_a_model_without_classes_is_refused(method: Method) -> None:
+def test_the_head_of_a_model_without_classes_is_refused() -> None:
     model = MODELS["vit"].create(num_classes=0)
     with pytest.raises(UserError, match="num_classes=N"):
-        method.apply(model)
+        HeadOnly().apply(model)
     assert trains(model) == set(dict(model.named_parameters()))
+
+
+@pytest.mark.parametrize("method", [LastStage(), Blocks(blocks=[0]), BitFit(), NormLast()])
+def test_a_missing_classifier_is_reported(method: Method) -> None:
+    model = MODELS["vit"].create(num_classes=0)
+    report = str(method.apply(model))
+    assert "no classifier was found (if there is one, pass its name as the argument classifier)" in report
+    assert "head" not in report.partition(";")[0]
+    assert trains(model)
 
 
 class Bare(nn.Module):
@@ -169,7 +220,7 @@ class Bare(nn.Module):
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (LastStage(), "No stages or blocks of .* were recognized"),
+        (LastStage(), "no blocks were recognized in"),
         (Blocks(blocks=[0]), "no blocks were recognized"),
         (BitFit(), "no biases outside its head"),
         (NormLast(), "no normalization layers"),

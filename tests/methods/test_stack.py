@@ -136,7 +136,7 @@ def test_conflicts_may_name_methods_and_axes() -> None:
 def test_needs_are_checked_before_anything_is_called() -> None:
     with pytest.raises(UserError, match=r"method named: resnet26 has no class token, .*\.$"):
         Named().apply(model_of("resnet"))
-    with pytest.raises(UserError, match=r"no class token, .*\. Without dropping: method.bsr.drop_at=\[\]"):
+    with pytest.raises(UserError, match=r"no class token, .*\. To disable token dropping, use drop_at=\[\]"):
         BSR([1], [1]).apply(model_of("resnet"))
     BSR([1], []).apply(model_of("resnet"))
 

@@ -10,12 +10,26 @@ from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import torch
 import transformers
 from torch import Tensor, nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.methods import LBPDCT, ALaST, Checkpointing, EViT, Method, PatchDropout, ToMe
+from efficient_ft.cost import executed
+from efficient_ft.methods import (
+    LBPDCT,
+    ALaST,
+    BackRazor,
+    Checkpointing,
+    Compact,
+    EViT,
+    LowBit,
+    Mesa,
+    Method,
+    PatchDropout,
+    ToMe,
+)  # fmt: skip
 from efficient_ft.methods.tokens.block_forms import form_of
 from efficient_ft.models.view import view
 from efficient_ft.testing import lively
@@ -65,6 +79,17 @@ def test_the_view_finds_the_tokens(name: str) -> None:
     looked = view(network(name))
     assert (looked.prefix_tokens, looked.block_grid, looked.has_class_token) == (NETWORKS[name][1], (8, 8), True)
     assert looked.image_size == (32, 32)
+
+
+@pytest.mark.parametrize("method", [BackRazor, Checkpointing, Compact, LBPDCT, LowBit, Mesa, ToMe])
+def test_a_network_of_transformers_saves_as_many_bytes_as_the_network_of_timm(method: Callable[[], Method]) -> None:
+    sizes = {**SIZES, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 224}
+    vit = {"embed_dim": 192, "num_heads": 3, "depth": 4, "num_classes": 5}
+    with torch.device("meta"):
+        own = _create("ViTForImageClassification", "ViTConfig", **{**sizes, "patch_size": 16})
+        usual = timm.create_model("vit_tiny_patch16_224", **vit)
+    found, expected = (executed(model, 8, (224, 224), methods=[method()]) for model in (own, usual))
+    assert found.saved_bytes == pytest.approx(expected.saved_bytes, rel=0.02)
 
 
 @pytest.mark.parametrize("name", NETWORKS)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import segmentation_models_pytorch as smp
 import timm
 import torch
 from torch import Tensor, nn
@@ -212,3 +213,36 @@ def test_an_error_inside_leaves_the_network_as_it_was() -> None:
         name: of.keys() for name, of in before.items()
     }
     assert model(images(64)).shape == (3, 7)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_several_outputs_are_stored_if_later_layers_use_them(several: bool) -> None:
+    torch.manual_seed(0)
+    model = smp.Unet("resnet18", encoder_weights=None, classes=3, decoder_channels=(16,) * 5)
+    model.encoder.requires_grad_(False)
+    freeze_batch_norm(model, "frozen_part")
+    if not several:
+        with pytest.raises(UserError, match="later layers also use"):
+            find_prefix(model, images(64, 2))
+        return
+    prefix = find_prefix(model, images(64, 2), several=True)
+    assert len(prefix.shapes) > 3
+    assert prefix.values < 3 * 64 * 64 + sum(c * 64 * 64 // 4**k for k, c in enumerate((64, 64, 128, 256, 512), 1))
+    x = images(64)
+
+    def map_gradients(given: Tensor) -> dict[str, Tensor]:
+        model.zero_grad()
+        model(given).square().mean().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = map_gradients(x)
+    rows = prefix.to_rows(prefix.features(x)).clone()
+    assert rows.shape == (len(x), prefix.values)
+    with prefix.replaced(prefix.from_rows(rows)) as placeholder:
+        found = map_gradients(placeholder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    larger = prefix.resized(images(96, 2))
+    model.eval()
+    with torch.no_grad(), larger.replaced(larger.features(images(96))) as placeholder:
+        assert torch.equal(model(placeholder), model(images(96)))

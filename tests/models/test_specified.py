@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.session import MethodSession
+from efficient_ft.integrations.transformers import MethodCallback
 from efficient_ft.methods import LBPDCT, LISA, Checkpointing, HeadOnly, PatchDropout, apply_methods
 from efficient_ft.models.view import specify, view
 from efficient_ft.models.view.specified import specified
@@ -48,7 +49,7 @@ def named(blocks: int = 4) -> list[str]:
 
 def test_an_image_size_that_no_attribute_declares_is_asked_for() -> None:
     model = Halves()
-    with pytest.raises(UserError, match=r"does not declare an image size.*pass it: apply\("):
+    with pytest.raises(UserError, match=r"does not declare an image size.*pass it, for example image_size="):
         LBPDCT(2).apply(model)
     report = LBPDCT(2).apply(model, image_size=32)
     assert len(report.touched) == 8
@@ -66,11 +67,19 @@ def test_prefix_tokens_are_counted_if_no_parameter_has_a_known_name() -> None:
     assert view(model).block_grid is None
     with pytest.raises(UserError, match=r"18 tokens without positions on a grid, number of prefix tokens: 1.*pass"):
         PatchDropout().apply(model)
+    message = r"can be changed \(.*18 tokens without positions on a grid.*; number of prefix tokens: 1\)\. If the"
+    with pytest.raises(UserError, match=rf"{message} .* pass the correct number: prefix_tokens=N\. Otherwise, choose"):
+        LBPDCT(2).apply(model)
+
+
+def test_an_image_size_that_does_not_fit_is_named() -> None:
+    with pytest.raises(UserError, match=r"images of 100×100: .*\nThis size is the value of image_size\. If the model"):
+        LBPDCT(2).apply(Halves(), image_size=100)
 
 
 def test_specified_blocks_are_the_units_of_all_methods() -> None:
     model = Halves()
-    with pytest.raises(UserError, match=r"no blocks were recognized in Halves.*apply\(model, blocks="):
+    with pytest.raises(UserError, match=r"no blocks were recognized in Halves.*pass their names, for example blocks="):
         LISA(1).apply(model)
     with pytest.raises(SettingError, match=r"blocks must be names of modules with a forward method, got 'tr"):
         LISA(1).apply(model, blocks=BLOCKS)
@@ -78,6 +87,34 @@ def test_specified_blocks_are_the_units_of_all_methods() -> None:
     assert view(model).stages == (tuple(named()[:2]), *(tuple(named()[i : i + 2]) for i in (2, 4, 6)))
     # Later methods use the same blocks.
     assert set(Checkpointing().apply(model).touched) == set(named())
+
+
+class Reversed(nn.Module):
+    """A network that runs its blocks in the reverse order of definition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU()) for _ in range(3))
+
+    def forward(self, images: Tensor) -> Tensor:
+        for part in reversed(self.parts):
+            images = part(images)
+        return images.mean((2, 3))
+
+
+def test_the_order_of_blocks_may_differ_from_the_order_of_definition() -> None:
+    blocks = ["parts.2", "parts.1", "parts.0"]
+    assert Checkpointing().apply(Reversed(), image_size=8, blocks=blocks).touched == tuple(blocks)
+
+
+def test_one_block_may_contain_a_list() -> None:
+    """A stage of a CNN is accepted as a block if several stages are passed, and an item of a list always."""
+    model = torchvision.models.resnet18(num_classes=3)
+    with pytest.raises(SettingError, match=r"layer4 has 2 modules\. .* pass blocks='layer4\.\*'"):
+        Checkpointing().apply(model, blocks="layer4")
+    assert Checkpointing().apply(model, blocks=["layer3", "layer4"]).touched == ("layer3", "layer4")
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Conv2d(3, 3, 1)), nn.Sequential(nn.Conv2d(3, 3, 1))))
+    assert Checkpointing().apply(model, blocks="0").touched == ("0",)
 
 
 def test_blocks_of_several_containers_are_stages() -> None:
@@ -102,12 +139,32 @@ def test_blocks_of_several_containers_are_stages() -> None:
         ({"blocks": ["mlp_head", "mlp_head"]}, "blocks must be unique, got 'mlp_head'"),
         (
             {"blocks": ["transformer.parts.0.0", "transformer.parts.0.0.1"]},
-            r"blocks must be not nested, got 'transformer\.parts\.0\.0\.1'",
+            r"blocks must be modules that do not contain each other, got 'transformer\.parts\.0\.0\.1'\. It is",
+        ),
+        (
+            {"blocks": "transformer.parts"},
+            r"blocks must be the names of individual blocks, got 'transformer\.parts'\. transformer\.parts has 4"
+            r" modules\. To use each of them as a block, pass blocks='transformer\.parts\.\*'",
+        ),
+        ({"blocks": "transformer"}, r"got 'transformer'\. transformer\.parts has 4 modules"),
+        (
+            {"image_size": 32, "blocks": ["transformer.parts.1.0", "transformer.parts.0.1"]},
+            r"blocks must be a list in the order of the forward pass, got \['transformer\.parts\.1\.0', .*\]\. The"
+            r" network runs 'transformer\.parts\.0\.1' before 'transformer\.parts\.1\.0'\.",
         ),
         ({"classifier": "fc"}, "classifier must be a module of Halves"),
         ({"blocks": "mlp_head.*"}, r"blocks must be names of modules with parameters \(mlp_head contains none\)"),
         ({"blocks": 3}, "blocks must be a name of a module, or a list of names, got 3"),
-        ({"blocks": [nn.Linear(2, 2)]}, "blocks must be a name of a module, or a list of names, got Linear"),
+        (
+            {"blocks": [nn.Linear(2, 2)]},
+            r"blocks must be a name of a module, or a list of names, got a Linear\. Pass the name of the module",
+        ),
+        (
+            {"blocks": nn.ModuleList([nn.Linear(2, 2)])},
+            r"got a ModuleList\. Pass the names of the modules in it, for example blocks='encoder\.layers\.\*'",
+        ),
+        ({"blocks": []}, r"blocks must be a list with at least one name, got \[\]\. To use the blocks that are rec"),
+        ({"classifier": "mlp_haed"}, r"got 'mlp_haed'\. Did you mean 'mlp_head'\?"),
     ],
 )
 def test_a_wrong_value_is_refused_by_name(structure: dict[str, Any], message: str) -> None:
@@ -119,7 +176,7 @@ def test_a_wrong_value_is_refused_by_name(structure: dict[str, Any], message: st
 
 
 def test_an_unknown_argument_is_refused_like_any_python_function_does() -> None:
-    with pytest.raises(TypeError, match=r"unexpected keyword arguments: size\. Valid"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument \'size\'\. Valid arguments are blocks, "):
         HeadOnly().apply(Halves(), size=32)  # type: ignore[call-arg]
 
 
@@ -160,3 +217,16 @@ def test_blocks_inside_a_module_with_the_first_convolution_are_not_the_stem() ->
 
     report = LBPDCT(2).apply(Outer(), image_size=32, blocks=[f"net.{name}" for name in named()])
     assert len(report.touched) == 8
+
+
+@pytest.mark.parametrize("create", [lambda **more: MethodSession(Halves(), LISA(1), **more), MethodCallback])
+def test_an_unknown_argument_is_rejected_when_the_object_is_created(create: Any) -> None:
+    given: dict[str, Any] = {} if create is not MethodCallback else {"methods": LISA(1)}
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'img_size'\. .* Did you mean 'image_size'\?"):
+        create(**given, img_size=64)
+
+
+@pytest.mark.parametrize(("network", "given"), [(3, "3"), (Halves(), "a Halves")])
+def test_a_callback_requires_the_name_of_the_network(network: Any, given: str) -> None:
+    with pytest.raises(SettingError, match=rf"network must be the name of an attribute of the model, got {given}\."):
+        MethodCallback(LISA(1), network=network)

@@ -117,7 +117,7 @@ def test_a_portable_configuration_needs_no_folder(folder: Path) -> None:
         ({"name": "./bert"}, r"model\.name must be OWNER/NAME on the hub.*model\.weights=DIR"),
         ({"kwargs": {"hidden_sise": 8}}, r"model\.kwargs\.hidden_sise must be an argument of bert.*'hidden_size'"),
         ({"kwargs": {"num_labels": 3}}, r"model\.kwargs\.num_labels must be unset"),
-        ({"drop_rate": 0.1}, r"model\.drop_rate must be 0 with task=text.*hidden_dropout_prob"),
+        ({"drop_rate": 0.1}, r"model\.drop_rate must be 0 for a text classifier.*hidden_dropout_prob"),
         ({"name": "brt_base"}, r"model\.name must be bert_base, .* Did you mean 'bert_base'\?"),
     ],
 )
@@ -200,6 +200,14 @@ def test_precision_of_the_published_weights_plays_no_part(folder: Path, tmp_path
     found = portable(from_folder(copied), model)
     assert "directionality" not in found.kwargs
     factory.random_model(found.model_copy(update={"weights": None}), 2)
+
+
+def test_the_name_must_be_the_type_of_the_folder(folder: Path) -> None:
+    for name in ("bert", "bert_base"):
+        assert factory.create_model(from_folder(folder, name=name), 2)
+    for name in ("distilbert", "roberta_base"):
+        with pytest.raises(SettingError, match=rf"model\.name must be .*, got {name}\. .* set model\.name=bert\."):
+            factory.create_model(from_folder(folder, name=name), 2)
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +302,7 @@ def test_what_is_left_dense_keeps_its_own_bytes() -> None:
     assert whole < part < plain
     method = BackRazor(skip=skip)
     applied = method.apply(copy.deepcopy(model))
-    left = {name for name, why in applied.skipped.items() if "method.back_razor.skip" in str(why)}
+    left = {name for name, why in applied.skipped.items() if str(why) == "left dense (skip)"}
     assert {name.split(".", 4)[-1] for name in left} == {"intermediate.dense", "output.dense", "output.LayerNorm"}
     assert "bert.encoder.layer.0.attention.output.dense" in applied.touched
 

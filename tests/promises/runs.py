@@ -349,9 +349,9 @@ def require_same_run(one: Path, other: Path, steps: bool = True) -> None:
 
 
 def metrics(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without times."""
+    """Return the rows of metrics.jsonl without times and memory."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [{key: value for key, value in row.items() if not key.endswith("seconds")} for row in rows]
+    return [{key: value for key, value in row.items() if not key.endswith(("seconds", "_bytes"))} for row in rows]
 
 
 def require_close(one: Path, other: Path, rtol: float, atol: float) -> float:

@@ -412,3 +412,50 @@ def test_a_signal_ends_the_study_and_a_failed_job_does_not(folder: Path, monkeyp
     monkeypatch.setattr("efficient_ft.cli.commands.study.run_jobs", ending(1))
     run_command("study", [str(folder)])
     assert calls == [143, 1]
+
+
+def _started(folder: Path, row: str, lr: float | None) -> Records:
+    """Return the records of a study with four values whose search starts at the suggestion `lr`."""
+    values = "values: [1.0e-4, 3.0e-4, 1.0e-3, 3.0e-3], start: lr_test"
+    (folder / "study.yaml").write_text(STUDY.replace("values: [1.0e-3, 1.0e-2]", values))
+    records = Records(folder)
+    assert records.untested(["full", "head"]) == ["full", "head"]
+    records.starts.add(row, records.tested(row), lr)
+    return Records(folder)
+
+
+def test_the_search_starts_at_the_suggestion_of_a_learning_rate_test(folder: Path) -> None:
+    records = _started(folder, "full", 4e-3)
+    assert records.untested(["full", "head"]) == ["head"], "the suggestion is stored"
+    assert [run.value for run in records.tuning_runs(["full"])] == [3e-3]
+    assert [run.value for run in records.tuning_runs(["head"])] == [3e-4, 1e-3], "without a test: the middle values"
+    for value, best in ((3e-3, 0.5), (1e-3, 0.9), (3e-4, 0.8)):
+        (run,) = records.tuning_runs(["full"])
+        assert run.value == value
+        records.add(run, results(best))
+    assert (records.tuning_runs(["full"]), records.best_value("full")) == ([], 1e-3)
+    assert records.untested(["full"]) == []
+
+
+def test_a_test_with_other_settings_or_without_a_suggestion_is_not_used(folder: Path) -> None:
+    records = _started(folder, "full", None)
+    assert records.untested(["full"]) == []
+    assert [run.value for run in records.tuning_runs(["full"])] == [3e-4, 1e-3]
+    (folder / "study.yaml").write_text((folder / "study.yaml").read_text().replace("max_steps=2", "max_steps=3"))
+    assert Records(folder).untested(["full"]) == ["full"]
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '{"format": 1}', '{"format": 1, "tests": {"full": {"lr": -1, "settings": []}}}']
+)
+def test_a_damaged_file_of_learning_rate_tests_is_rejected(folder: Path, text: str) -> None:
+    (folder / "lr_tests.json").write_text(text)
+    with pytest.raises(UserError, match=r"lr_tests.json is damaged .* Remove the file to run the tests again"):
+        Records(folder)
+
+
+def test_a_start_requires_a_learning_rate(folder: Path) -> None:
+    plain = STUDY.replace("seed: 0}", "seed: 0, start: lr_test}").replace("optim.lr", "optim.weight_decay")
+    (folder / "study.yaml").write_text(plain)
+    with pytest.raises(UserError, match=r"tune.start: lr_test requires setting: optim.lr and positive values"):
+        Records(folder)

@@ -115,4 +115,4 @@ def test_a_network_of_another_task_is_refused() -> None:
         Segmentation().logits(nn.Flatten(), torch.zeros(2, 3))
     with pytest.raises(UserError, match=r"Identity must return logits of shape \(images, .*\), got \(2, 3, 4, 4\)"):
         Classification().logits(nn.Identity(), torch.zeros(2, 3, 4, 4))
-    assert list(TASKS) == ["classification", "segmentation", "text"]
+    assert list(TASKS) == ["classification", "segmentation", "text", "multilabel", "regression"]

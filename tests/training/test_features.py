@@ -82,6 +82,21 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
 
 
+@pytest.mark.slow
+def test_augmented_views_are_stored_and_mixed_images_are_not(
+    tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    augment = {"name": "strong", "mixup": 0.0, "cutmix": 0.0}
+    run(small(trainer__cache_features="off", data__augment=augment), tmp_path / "plain")
+    run(small(trainer__views=2, trainer__cache_dtype="fp32", data__augment=augment), tmp_path / "stored")
+    assert_same_run(tmp_path / "plain", tmp_path / "stored")
+    capsys.readouterr()
+    mixed = run(small(trainer__cache_features="auto", data__augment__mixup=0.2), tmp_path / "mixed")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "Features are not stored (trainer.cache_features=auto): data.augment.mixup must be 0" in said
+    assert "features" not in mixed
+
+
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["fp16", "int8"])

@@ -50,19 +50,19 @@ COMMAND = "from efficient_ft.cli.entry import main; main()"
 
 
 def _install(site: Path) -> None:
-    """Write an installed distribution that contains `regression_kind`."""
-    package = site / "image_regression"
+    """Write an installed distribution that contains `brightness_kind`."""
+    package = site / "image_brightness"
     (package / "conf" / "data").mkdir(parents=True)
     (package / "__init__.py").touch()
-    (package / "kind.py").write_text((HERE / "regression_kind.py").read_text())
+    (package / "kind.py").write_text((HERE / "brightness_kind.py").read_text())
     (package / "conf" / "data" / "numbers.yaml").write_text(
         "# Images with a number each: ROOT/numbers.csv.\nname: numbers\nroot: ./data\nbatch_size: 8\nnum_workers: 0\n"
         "augment: {flip: false, scale: [0.9, 1.0]}\n"
     )
-    info = site / "image_regression-1.0.dist-info"
+    info = site / "image_brightness-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: image-regression\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[efficient_ft.kinds]\nregression = image_regression.kind:regression\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: image-brightness\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[efficient_ft.kinds]\nbrightness = image_brightness.kind:brightness\n")
 
 
 def _write_images(root: Path) -> None:
@@ -96,7 +96,7 @@ def _call(folder: Path, program: str, *arguments: object) -> str:
 def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     _install(tmp_path / "site")
     _write_images(tmp_path / "images")
-    data = ["task=regression", "data=numbers", f"data.root={tmp_path / 'images'}"]
+    data = ["task=brightness", "data=numbers", f"data.root={tmp_path / 'images'}"]
     model = ["model=vit_digits", "method=full", "optim.lr=0.002", "optim.warmup_steps=0", "trainer.epochs=12"]
     quick = ["trainer.progress=false", "cost.steps=1", "trainer.accelerator=cpu", "seed=1"]
     folder = tmp_path / "run"
@@ -110,7 +110,7 @@ def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path)
     assert 0 < scores["mean_squared_error"] < 0.1
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert any("val_r2" in row for row in rows)
-    assert f"test  {100 * scores['r2']:.2f} %" in shown  # printed by `evaluate`
+    assert f"test  {scores['r2']:.4f}" in shown  # printed by `evaluate`
     with open(tmp_path / "images" / "numbers.csv", newline="") as file:
         true = float(next(csv.DictReader(file))["number"])
     predicted = json.loads(shown[shown.index("[\n") : shown.index("]\n") + 1])
@@ -122,7 +122,7 @@ def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path)
 def test_a_kind_of_another_package_is_counted_and_planned(tmp_path: Path) -> None:
     _install(tmp_path / "site")
     _write_images(tmp_path / "images")
-    data = ["task=regression", "data=numbers", f"data.root={tmp_path / 'images'}"]
+    data = ["task=brightness", "data=numbers", f"data.root={tmp_path / 'images'}"]
     counted = _call(tmp_path, COMMAND, "cost", *data, "model=vit_digits", "method=full")
     assert "vit_digits, 32×32, 1 classes" in counted
     planned = _call(

@@ -71,6 +71,12 @@ def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, confi
     samples = [tag for tag in events.Tags()["images"] if tag.startswith("samples/")]
     assert len(samples) == 8
     assert all(re.fullmatch(r"samples/\d: \d, predicted \d \([\d.]+ %\)", tag) for tag in samples)
+    for selection in ("mispredictions", "least_certain"):
+        tags = [tag for tag in events.Tags()["images"] if tag.startswith(f"{selection}/")]
+        assert len(tags) == 24
+        assert all(re.fullmatch(rf"{selection}/\d+: \d, predicted \d \([\d.]+ %\)", tag) for tag in tags)
+    assert [tag for tag in events.Tags()["images"] if tag.startswith("confusion_matrix/test: rows are true classes")]
+    assert len(events.Scalars("val_balanced_accuracy")) == len(events.Scalars("val_macro_f1")) == 2
     (text,) = events.Tensors("results/text_summary")
     assert "accuracy     best     last" in text.tensor_proto.string_val[0].decode()
     assert events.Scalars("accuracy.test")[0].value == pytest.approx(results["accuracy"]["test"])
@@ -169,6 +175,11 @@ def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
     assert {f"val_accuracy/{digit}" for digit in range(10)} <= found["history"][-2].keys()
     assert len(found["history"][-1]["samples.captions"]) == 8
     assert len(list(tmp_path.rglob("media/images/samples_*.png"))) == 8
+    for selection in ("mispredictions", "least_certain"):
+        assert len(list(tmp_path.rglob(f"media/images/{selection}_*.png"))) == 24
+    assert len(list(tmp_path.rglob("media/images/confusion_matrix_*.png"))) == 1
+    assert len(list(tmp_path.rglob("media/table/confusions_*.json"))) == 1
+    assert found["summary"]["test.macro_f1"] == results["data"]["scores"]["test"]["macro_f1"]
     printed = capfd.readouterr()
     assert re.search(r"^wandb: The command\s+`wandb sync \S*offline-run-\S+`\s+uploads this run\.$", printed.out, re.M)
     assert (printed.out + printed.err).count("wandb:") == 1, "and no more of its own"

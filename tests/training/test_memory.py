@@ -57,6 +57,7 @@ def test_the_table_names_process_memory_and_counted_bytes():
     assert shown["process memory before training"] == "1.00 GiB"
     assert shown["used by training (batch size 4)"] == "3.00 MiB"
     assert shown["tensors of a training step"] == "2.00 MiB"
+    assert "-" not in memory_table(memory | {"growth_bytes": -(2**20)}, 4)
     memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
     shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
     assert shown["peak memory of all tensors on the GPU"] == "1.00 MiB"

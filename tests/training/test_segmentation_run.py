@@ -293,7 +293,6 @@ def test_windows_evaluate_too(trained: tuple[Path, Config, dict[str, Any]]) -> N
         ({"model": {"name": "vit_digits", "pretrained": False}}, "model.name must be a segmentation network"),
         ({"data": {"name": "digits"}}, "data.name must be a data set with masks with task=segmentation"),
         ({"task": "classification"}, "task must be segmentation with data=mask_folder"),
-        ({"trainer": {"cache_features": "on"}}, "trainer.cache_features must be off or auto with task=segmentation"),
         ({"trainer": {"prefix": "folded"}}, "trainer.prefix must be fp32 or auto with task=segmentation"),
         (
             {"data": {"name": "camvid", "masks": {"ignored": [3]}}},

@@ -215,7 +215,6 @@ def test_costs_need_no_files(text_run: Callable[..., Config], capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer__cache_features": "on"}, r"trainer\.cache_features must be off or auto with task=text"),
         ({"trainer__compile": True}, r"trainer\.compile must be false with task=text.* The length of the texts"),
         ({"trainer__prefix": "bf16"}, r"trainer\.prefix must be fp32 or auto with task=text"),
         ({"model": {"image_size": 32}}, r"model\.image_size must be null with task=text.*model\.max_length"),

@@ -37,9 +37,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with within_budget(config, on_device(config)):
         features = fill_features(config)
-    report, store = features.report(), features.store
-    missing = store.missing()
+    report, stores = features.report(), features.stores
+    rows, missing = sum(store.rows for store in stores), sum(store.missing() for store in stores)
+    folders = ", ".join(shown_path(store.folder) for store in stores)
     show(
-        f"Features: {report['computed']} computed, {store.rows - missing - report['computed']} already stored,"
-        f" {missing} missing. Size: {format_bytes(report['bytes'])}. Folder: {shown_path(store.folder)}"
+        f"Features: {report['computed']} computed, {rows - missing - report['computed']} already stored,"
+        f" {missing} missing. Size: {format_bytes(report['bytes'])}. Folder: {folders}"
     )

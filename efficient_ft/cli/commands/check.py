@@ -35,7 +35,10 @@ are shown at 224x224. The exit status is 1 if training would reject the data.
 #: Maximum number of reasons in the output, and maximum number of unusable samples for each reason.
 _SHOWN, _EXAMPLES = 10, 3
 #: Default model of each task. If no model is given, samples are prepared for the input of this model.
-_MODELS = {"classification": "deit_tiny", "segmentation": "deeplabv3_mobilenetv2"}
+_MODELS = {
+    **dict.fromkeys(("classification", "multilabel", "regression"), "deit_tiny"),
+    "segmentation": "deeplabv3_mobilenetv2",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -52,7 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if word.startswith("evaluate="):
             raise SettingError("evaluate", word[9:], "unset with check", "efficient-ft check does not evaluate runs.")
     words, note = with_task(options.settings)
-    config = configured(words)
+    config = configured(words, automatic=True)
+    if config.data.automatic:
+        config = config.with_batch_size(1, 1)
     from efficient_ft.models import factory
     from efficient_ft.training.datamodule import summaries, summary_text
     from efficient_ft.training.kinds.registry import kind_of

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from efficient_ft.cli.terminal import Help, count, run_folders, status
+from efficient_ft.cli.terminal import Help, count, note, run_folders, status
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import render
 from efficient_ft.core.text import display_width, json_plain, padded, plain_line, shortened, terminal_width
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WIDEST = 60
 
 DESCRIPTION = """\
-Predict classes of images or texts, or masks of images, with a trained run.
+Predict classes of images or texts, or labels, numbers or masks of images, with a trained run.
 
     efficient-ft predict RUN photo.jpg folder/of/photos
     efficient-ft predict RUN test --top 1 --csv > classes.csv
@@ -39,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         UserError: If the run, a file or the device does not exist, or a file cannot be read.
     """
     parser = argparse.ArgumentParser(prog="efficient-ft predict", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("run", type=Path, nargs="?", help="run folder, or its model.safetensors")
+    run = "run folder or its model.safetensors, or an exported folder or its ONNX file"
+    parser.add_argument("run", type=Path, nargs="?", help=run)
     files = "image files or folders of images; for texts, files with one text per line (- for standard input)"
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help=files)
     parser.add_argument("--task", help="data set whose classes are predicted (for runs on several data sets)")
@@ -61,10 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     from efficient_ft.training.kinds.base import PredictOptions
     from efficient_ft.training.kinds.registry import kind_named
-    from efficient_ft.training.output import export
+    from efficient_ft.training.publish import folder
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    trained = export.load(options.run, options.task)
+    trained = folder.load(options.run, options.task, note)
     if trained.tasks and options.task is None:
         raise UserError(
             f"The run {options.run} was trained on several data sets. Pass --task {' or '.join(trained.tasks)}."

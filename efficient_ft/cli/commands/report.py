@@ -20,9 +20,10 @@ Write report.html, a page that works without internet access.
 For several runs, or a folder of runs, the page contains a sortable table, training curves, and plots of accuracy
 against FLOPs, memory, time and energy. The plots mark the Pareto front.
 
-For one run, the page and PNG files show the statistics recorded with step_stats.interval=1: budgets over time, how
-often each block trained, tokens after each block, relative magnitudes, and the kept tokens on images of the run's
-evaluation split.
+For one run, the page shows the final metric with its uncertainty, training curves, costs, the results of each class
+with the confusion matrix and the calibration, the worst and the least certain predictions, and the kept tokens. The
+page contains thumbnails of evaluated images. Nothing is uploaded. With step_stats.interval=1, the page and PNG files
+also show the budgets over time, how often each block trained, tokens after each block, and relative magnitudes.
 """
 
 
@@ -37,19 +38,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not options.runs:
         print(run_folders("report", "RUN|DIR..."))
         return
-    from efficient_ft.record import config_file, results, step_stats
+    from efficient_ft.record import config_file
     from efficient_ft.report.page import write_report
     from efficient_ft.report.runs import write_runs_page
 
     first = options.runs[0]
-    # A finished run without recorded statistics is shown on the page for several runs.
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
-    finished = (first / results.NAME).is_file() and not (first / step_stats.NAME).is_file()
     out = options.out or first / "report"
     if options.out is None:
         refuse_link(out)  # A run folder from another person may contain a link.
     try:
-        if len(options.runs) > 1 or below or finished:
+        if len(options.runs) > 1 or below:
             print(plain_line(str(write_runs_page(options.runs, out))))
             return
         written, notes = write_report(first, out, options.images)

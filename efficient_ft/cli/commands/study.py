@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.compose import configured
-from efficient_ft.cli.hydra.jobs import Job, command, run_jobs
+from efficient_ft.cli.hydra.jobs import Job, command, run_jobs, this_program
 from efficient_ft.cli.hydra.rows import check_settings, merged
 from efficient_ft.cli.hydra.variants import folder_of
 from efficient_ft.cli.terminal import Help, add_columns_option, words
@@ -16,7 +18,9 @@ from efficient_ft.config import Config, data_configs, setting_names
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.format import format_bytes, format_number, format_seconds
 from efficient_ft.core.sheet import Column, render
+from efficient_ft.core.terminal import show
 from efficient_ft.core.text import paragraph, plain_line
+from efficient_ft.record.lr_test import NAME, read_suggestion
 from efficient_ft.record.study import Records, StudyRun, chosen_rows, curve_of, shown
 
 DESCRIPTION = """\
@@ -66,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise UserError(f"tune.ignore lists {name}, which is not a setting.{did_you_mean(name, setting_names())}")
     failed = False
     if not options.report:
+        _test_learning_rates(records, rows, options.settings)
         tried: set[StudyRun] = set()  # Failed runs are not repeated.
         while runs := [run for run in records.tuning_runs(rows) if run not in tried]:
             tried.update(runs)
@@ -75,6 +80,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(report(records, rows, options.columns))
     if failed:
         raise SystemExit(1)
+
+
+def _test_learning_rates(records: Records, rows: Sequence[str], settings: Sequence[str]) -> None:
+    """Run the learning rate range tests at whose suggestions the search starts (``start: lr_test``)."""
+    untested = records.untested(rows)
+    if untested:
+        records.refuse_unwritable()
+    for row in untested:
+        tested = records.tested(row)
+        arguments = [one for one in merged(*tested, *settings) if not one.startswith(("jobs=", "job_timeout="))]
+        configured(arguments)  # Report invalid settings before a process starts.
+        out = Path("outputs", "lr_tests", records.path.parent.resolve().name, re.sub(r"[^\w.+-]+", "_", row))
+        show(f"Learning rate range test: {row}")
+        (out / NAME).unlink(missing_ok=True)
+        ended = processes.run([*this_program(), "lr", *arguments, "--out", str(out)])
+        if (out / NAME).is_file():
+            records.starts.add(row, tested, read_suggestion(out))
+        else:
+            reason = ended.failure or "it wrote no result"
+            show(f"The test of {row} failed ({reason}). The search starts at the middle values.", sys.stderr)
 
 
 def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) -> bool:

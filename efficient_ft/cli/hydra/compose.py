@@ -30,7 +30,7 @@ from efficient_ft.cli.hydra.rows import jobs_of_rows, key_of, refuse_doubled
 from efficient_ft.cli.hydra.settings import check_hydra, check_targets
 from efficient_ft.cli.hydra.sources import faults_of_files
 from efficient_ft.cli.hydra.verbs import VERBS
-from efficient_ft.config import Config, UnknownSetting, check
+from efficient_ft.config import Config, UnknownSetting, check, data_configs, refuse_automatic
 from efficient_ft.config.explain import refuse_removed
 from efficient_ft.config.plain import plain
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
@@ -83,12 +83,14 @@ def configurations(
     return [job.config for job in composed_jobs(conf, name, overrides, sweep=sweep, search=search)]
 
 
-def configured(arguments: Sequence[str]) -> Config:
-    """Return the checked configuration of a single run."""
+def configured(arguments: Sequence[str], *, automatic: bool = False) -> Config:
+    """Return the checked configuration of a single run. Reject ``data.batch_size=auto`` unless `automatic` is True."""
     from efficient_ft.cli.hydra.groups import register  # The import loads Hydra's plugins.
 
     register()
     (config,) = configurations(CONF, "train", arguments, sweep=False)
+    if not automatic:
+        refuse_automatic(config, "this command")
     return config
 
 
@@ -230,4 +232,7 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
     if config.evaluate is not None:
         raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove this setting.")
     refuse_data(parsed, config)
+    if any(one.batch_size_selected for one in data_configs(config)):
+        do = "To let the run select the batch size, set data.batch_size=auto."
+        raise SettingError("data.batch_size_selected", "true", "left out, because a run writes this setting", do)
     return ComposedJob(job, config, written)

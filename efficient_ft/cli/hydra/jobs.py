@@ -23,7 +23,7 @@ from efficient_ft.config import Config, check, fingerprint, image_folders
 from efficient_ft.config.plain import plain
 from efficient_ft.core import text
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.format import format_number, format_percent
+from efficient_ft.core.format import format_metric, format_number
 from efficient_ft.core.terminal import show, shown_path, wrapped
 from efficient_ft.core.units import parse_seconds
 from efficient_ft.record.collection import collect_runs, write_tables
@@ -207,7 +207,8 @@ def summary(jobs: Sequence[Job]) -> str:
         best = results.get("accuracy", {}).get("best")
         # The results of a cost report contain only the cost.
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
-        accuracy = "failed" if job.failure is not None else "–" if best is None else format_percent(best)
+        metric = results.get("accuracy", {}).get("metric", "accuracy")
+        accuracy = "failed" if job.failure is not None else "–" if best is None else format_metric(best, metric)
         counted = "–" if flops is None else format_number(flops)
         rows.append((job.title, accuracy, counted, str(job.folder) if job.trains else "–"))
     lines = [text.table(rows, left=(0, 3), whole=(3,), rule="")]

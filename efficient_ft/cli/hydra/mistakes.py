@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,7 +49,7 @@ def check_option(loader: ConfigLoader, override: Override) -> None:
     several = value if isinstance(value, list) and value and group == "method" else [value]
     for option in several:
         if option not in options:
-            hint = _of_timm(option) if group == "model" and isinstance(option, str) else None
+            hint = _advice_for_model(option) if group == "model" and isinstance(option, str) else None
             raise SettingError(group, "null" if option is None else option, options, hint)
 
 
@@ -67,13 +67,24 @@ def refuse_keys(setting: str, value: Any) -> None:
         refuse_keys(f"{setting}.{key}", inner)
 
 
-def _of_timm(name: str) -> str:
-    """Return advice for a model name that is not an option. The advice depends on whether timm has such a model."""
+def _advice_for_model(name: str) -> str:
+    """Return advice for a model name that is not an option. The name may be known to timm or `transformers`."""
     import timm
 
     if timm.is_model(name.partition(".")[0]):
         return f"For a timm model, use model=timm model.name={name}."
+    if name in _transformers_model_types():
+        return f"For a network of transformers, use model=hf model.name={name} or model=hf model.weights=DIR."
     return f"timm has no model with this name.{did_you_mean(name, timm.list_models())}"
+
+
+def _transformers_model_types() -> Collection[str]:
+    """Return the model types of `transformers`, or an empty collection if `transformers` is not installed."""
+    try:
+        from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+    except ImportError:
+        return ()
+    return CONFIG_MAPPING_NAMES
 
 
 def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, hint
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import check_bool, check_choice, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis
@@ -85,10 +85,7 @@ class LoRA(Method):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         # `peft` is imported only here, because the import takes several seconds.
         from peft import LoraConfig, inject_adapter_in_model
-        from peft.tuners.tuners_utils import BaseTunerLayer
 
-        if any(isinstance(m, BaseTunerLayer) for m in model.modules()):
-            raise UserError(f"method {self.name}: the model already has peft adapters. Merge or unload the adapters.")
         outside = frozenset(view.outside)  # new layers are trained directly, without adapters
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
@@ -123,6 +120,13 @@ class LoRA(Method):
             parameter.requires_grad_(name in trains)
             if not parameter.requires_grad:
                 parameter.grad = None
+        for layer in chosen:
+            # Some networks (such as DaViT) read attributes of their layers, such as kernel_size, in the forward pass.
+            original: Any = layer.module
+            adapter = model.get_submodule(layer.name)
+            for attribute in original.__constants__:
+                if hasattr(original, attribute) and not hasattr(adapter, attribute):
+                    setattr(adapter, attribute, getattr(original, attribute))
         for name in self._reached:
             model.get_submodule(name).qkv_bias_separate = True  # type: ignore[assignment]
         return Applied(self.name, self._adapted, left_out, summary=self._summary(model, left_out))
@@ -191,9 +195,14 @@ class LoRA(Method):
                 f" {Reason.FROZEN.value}. Only trainable layers can be adapted. Select full, last_stage or blocks."
             )
         if self.targets == "attention":
+            attention = {
+                skipped[layer.name].reason for layer in view.layers if layer.in_attention and layer.name in skipped
+            }
+            not_called = Reason.NOT_CALLED in attention
+            why = " (attention modules do not call the forward methods of their layers)" if not_called else ""
             return UserError(
-                f"method {self.name}: the model {view.name} has no attention layers that can be adapted."
-                f" Use method.{self.name}.targets=all."
+                f"method {self.name}: the model {view.name} has no attention layers that can be adapted{why}."
+                + f" Use {self.full_name('targets')}={hint(repr('all'), 'all')}."
             )
         return UserError(
             f"method {self.name}: the model {view.name} has no linear layers or 1×1 convolutions outside of its stem"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from efficient_ft.core.context import is_recomputing
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
@@ -56,6 +56,7 @@ class _ExpertsForward(OwnForward):
     ) -> None:
         super().__init__(module)
         self.name, self.top_k, self.norm_topk_prob, self.balance_losses = name, top_k, norm_topk_prob, balance_losses
+        self.has_loss = False  # whether the last forward pass stored a balance loss
 
     @torch.compiler.disable  # the number of tokens per expert depends on tensor values
     def __call__(self, x: Tensor) -> Tensor:
@@ -81,8 +82,14 @@ class _ExpertsForward(OwnForward):
         weight_TK, expert_TK = weight_TE[:, : self.top_k].contiguous(), expert_TE[:, : self.top_k].contiguous()
         if self.norm_topk_prob:
             weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
-        if self.balance_losses is not None and mlp.training and torch.is_grad_enabled() and not is_recomputing():
-            self.balance_losses[self.name] = _balance_loss(probability_TE, expert_TK)
+        if is_recomputing():
+            if self.has_loss:
+                raise _not_recomputed(f"{self.name} is recomputed")
+        else:
+            self.has_loss = False
+            if self.balance_losses is not None and mlp.training and torch.is_grad_enabled():
+                self.has_loss = True
+                self.balance_losses[self.name] = _balance_loss(probability_TE, expert_TK)
 
         order = expert_TK.flatten().argsort(stable=True)  # sorts all T·K (token, expert) pairs by expert
         token = order.div(self.top_k, rounding_mode="floor")
@@ -148,7 +155,7 @@ class ExpertsMethod(Method):
         networks = {name: getattr(view.model.get_submodule(name), "mlp", None) for name in view.blocks}
         unfit = [name for name, mlp in networks.items() if not _is_standard(mlp)]
         fit = len(unfit) < len(networks)
-        chosen = blocks_at(view, f"method.{self.name}.blocks", blocks) if fit else unfit
+        chosen = blocks_at(view, self.full_name("blocks"), blocks) if fit else unfit
         for name in (name for name in chosen if name in unfit):
             mlp = networks[name]
             kind = "no mlp" if mlp is None else f"an mlp of an unsupported type ({type(mlp).__name__})"
@@ -221,14 +228,18 @@ class ExpertsMethod(Method):
         if self._balance_losses.keys() != set(self._networks):
             missing = [name for name in self._networks if name not in self._balance_losses]
             self._balance_losses.clear()
-            raise UserError(
-                f"method {self.name}: the forward pass computed no balance loss for {', '.join(missing)}. Blocks with"
-                " experts cannot be recomputed in the backward pass. List only other blocks in"
-                f" method.checkpointing.blocks, or set method.{self.name}.aux_loss_coef=0."
-            )
+            raise _not_recomputed(f"the forward pass computed no balance loss for {', '.join(missing)}")
         total = torch.stack(list(self._balance_losses.values())).sum()
         self._balance_losses.clear()
         return loss + self.aux_loss_coef * total
+
+
+def _not_recomputed(found: str) -> UserError:
+    return UserError(
+        f"method moe: {found}. Blocks with experts cannot be recomputed in the backward pass, because the balance loss"
+        " of the first forward pass would have no gradient. Exclude these blocks from checkpointing, or set"
+        f" {hint('aux_loss_coef', 'method.moe.aux_loss_coef')}=0."
+    )
 
 
 def _is_standard(mlp: nn.Module | None) -> bool:
@@ -284,7 +295,7 @@ class MoE(ExpertsMethod):
         aux_loss_coef: float = 0.0,
     ):
         super().__init__()
-        check_indices("blocks", blocks, do="For a model without experts, use method=full.")
+        check_indices("blocks", blocks, do="For a model without experts, use the method full.")
         self._store_routing(num_experts, top_k, norm_topk_prob, aux_loss_coef)
         self.blocks = list(blocks)
 

@@ -128,7 +128,7 @@ class RepNet(Method):
             else:
                 wanted = [train[(2 * i + 1) * n // 12] for i in range(6)]
         else:
-            wanted = list(blocks_at(view, f"method.{self.name}.blocks", self.blocks))
+            wanted = list(blocks_at(view, self.full_name("blocks"), self.blocks))
             if unable := [name for name in wanted if name not in able]:
                 why = f"the block {unable[0]} of {view.name} does not support side modules"
                 raise self.setting_error("blocks", f"a list of indices of the blocks {', '.join(able)} ({why})")

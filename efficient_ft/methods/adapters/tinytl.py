@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import UserError, hint
 from efficient_ft.methods.adapters.lite import EPS, GROUP, LiteResidual, check_lite, refuse_indivisible, stride_of
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import check_choice, classes_in_words
@@ -180,17 +180,19 @@ class TinyTL(Method):
         found = []
         for name, module in view.model.named_modules():
             if isinstance(module, _BatchNorm):
+                advice = hint("norm='batch'", "method=tinytl_batch_norm")
                 if type(module) not in _GROUPED or not module.affine:
                     raise UserError(
                         f"method {self.name}: the norm {name} of {view.name} has the class {type(module).__name__} and"
-                        " cannot be replaced with GroupNorm. Use method.tinytl.norm=batch."
+                        f" cannot be replaced with GroupNorm. Use {advice}."
                     )
                 refuse_indivisible(view, self.name, name, module.num_features)
                 if _was_trained(module):
                     raise UserError(
                         f"method {self.name}: the weights of {view.name} were trained with BatchNorm ({name} has"
                         " running statistics). With GroupNorm, the network would predict at chance level. Use"
-                        " method=tinytl_batch_norm, or weights that were trained with GroupNorm."
+                        f" {advice}, or weights that were trained with"
+                        " GroupNorm."
                     )
                 found.append(name)
         return found

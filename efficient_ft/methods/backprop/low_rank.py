@@ -8,13 +8,15 @@ restored.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from efficient_ft.core.context import is_recomputing
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_number
 from efficient_ft.methods.base import Applied, Method
@@ -23,8 +25,9 @@ from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.fused_layers import fuse_layers, separate_layers
 from efficient_ft.methods.skip import is_skipped
 from efficient_ft.methods.summary import count, left, within
-from efficient_ft.models.view import Layer, ModelView, Reason, Skipped, TokenLayout
+from efficient_ft.models.view import Call, Layer, ModelView, Reason, Skipped, TokenLayout, image_channels, view
 from efficient_ft.ops.autocast import compute_dtype
+from efficient_ft.ops.image_size import ImageSize, Size, attach_image_size, image_size_of, restore_image_size
 from efficient_ft.ops.projection import (
     Grid,
     Projection,
@@ -45,11 +48,15 @@ class LowRank:
     `projector` is None while the layer is profiled with the exact backward pass. `energy` (8, 8) is a float64 tensor on
     the CPU. `energy` contains the fraction of the energy of the output gradient g_y in each WHT basis, summed over all
     profiled backward passes. Because fractions are summed, all backward passes have the same weight, regardless of the
-    loss scale. If `fused` is True, compiled kernels compute the projections on a CPU.
+    loss scale. If `fused` is True, compiled kernels compute the projections on a CPU. `first` is the token layout for
+    the image size with which the method is applied, and `layouts` contains the layouts for all image sizes so far.
+    `images` is the current image size.
     """
 
     projector: Projector | None
-    tokens: TokenLayout
+    first: TokenLayout
+    layouts: dict[Size, TokenLayout] = field(default_factory=dict)
+    images: ImageSize = field(default_factory=ImageSize)
     energy: Tensor | None = None
     fused: bool = False
     _last: tuple[Any, ...] = field(default=(None, None, None), repr=False, compare=False)
@@ -59,9 +66,42 @@ class LowRank:
         projector, key, projection = self._last
         if projector is not self.projector or key != (grid, channels):
             assert self.projector is not None
-            projection = self.projector.projection(grid, self.tokens.prefix, channels)
+            try:
+                projection = self.projector.projection(grid, self.tokens.prefix, channels)
+            except ValueError as error:
+                raise UserError(
+                    f"Low-rank backward pass: a layer with a grid of {grid[0]}×{grid[1]} tokens cannot be projected:"
+                    f" {error}. Use larger images, or a lower order."
+                ) from error
             self._last = self.projector, (grid, channels), projection
         return projection
+
+    @property
+    def tokens(self) -> TokenLayout:
+        """Token layout for the current image size."""
+        return self.layouts.get(self.images.size, self.first)
+
+    def grid_of(self, count: int, kept: Tokens | None = None) -> Grid:
+        """Return the grid of `count` tokens. If tokens have been dropped (`kept` is given), return the current grid.
+
+        A block that is recomputed may receive tokens of images of an earlier size. If the size is not known, the grid
+        follows from the number of tokens.
+        """
+        now = self.tokens
+        if kept is not None or len(self.layouts) < 2:
+            return now.grid
+        unknown = self.images.is_unknown
+        if now.count == count and not unknown:
+            return now.grid
+        sizes = {layout.grid: size for size, layout in self.layouts.items() if layout.count == count}
+        if unknown and len(sizes) > 1:
+            several = " and of ".join(f"{height}×{width}" for height, width in sizes.values())
+            raise UserError(
+                f"Low-rank backward pass: a layer is recomputed on {count} tokens, but images of {several} have this"
+                " number of tokens. Use the method Checkpointing instead of other checkpointing, or images with"
+                " different numbers of tokens."
+            )
+        return next(iter(sizes), now.grid)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles of a model do not contain projections.
@@ -79,11 +119,12 @@ class LowRankLinear(nn.Linear):
         if not _records(self, x):
             return super().forward(x)
         how, tokens = self.low_rank, current_tokens()
-        grid = how.tokens.grid if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
+        grid = how.grid_of(x.shape[1], tokens) if how.tokens.form == "tokens" else (x.shape[1], x.shape[2])
         if tokens is not None and tokens.grid_index_BL is None:
             raise UserError(
                 f"Low-rank backward pass: the grid positions of the {x.shape[1]} input tokens are unknown. Tokens have"
-                " been merged, or the images do not have the size for which the model was built."
+                " been merged, or tokens have been dropped and the image size differs from that of the first images."
+                " If a method drops tokens, use a single image size."
             )
         if how.projector is None:
             return _profiled(super().forward(x), how, grid, tokens)
@@ -98,8 +139,9 @@ class LowRankLinear(nn.Linear):
         if (shape[1] if len(shape) == 3 else shape[1:-1].numel()) != projection.tokens:
             raise UserError(
                 f"Low-rank backward pass: a layer received {x.shape[1]} tokens, but {how.tokens.prefix} prefix tokens"
-                f" and a grid of {grid[0]}×{grid[1]} tokens were expected. Set the image size of the model to the size"
-                " of the training images."
+                f" and a grid of {grid[0]}×{grid[1]} tokens were expected. Call the network itself instead of one of"
+                " its parts, so that the size of the images is known, or set the image size of the model to the size of"
+                " the training images."
             )
         return low_rank_linear(x, self.weight, self.bias, projection, how.fused)
 
@@ -119,6 +161,89 @@ class LowRankConv2d(nn.Conv2d):
             return _profiled(super().forward(x), how, grid)
         projection = how.projection(grid, (self.in_channels, self.out_channels))
         return low_rank_conv1x1(x, self.weight, self.bias, projection, how.fused)
+
+
+class _ImageSizeHook:
+    """Forward pre-hook of a network that passes the size of the images to its low-rank layers.
+
+    For each new image size, a forward pass on fake tensors with the arguments of the call determines the token layouts.
+    The images are the first 4-D tensor with the number of channels of the network in the arguments, or the first 4-D
+    tensor if no number of channels matches. Arguments may be nested dictionaries, tuples and lists.
+    """
+
+    def __init__(self, images: ImageSize, channels: int) -> None:
+        self.images, self.channels, self.known = images, channels, {images.size}
+
+    def __call__(self, network: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or not any(layer.training for layer in _low_rank_layers(network)):
+            return
+        maps = [x for x in _tensors((args, kwargs)) if x.dim() == 4]
+        images = next((x for x in maps if x.shape[1] == self.channels), maps[0] if maps else None)
+        if images is None:
+            return
+        size = tuple(images.shape[-2:])
+        if size not in self.known:
+            self._probe(network, size, Call(args, kwargs, len(images)))
+        self.images.set(size)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _probe(self, network: nn.Module, size: Size, call: Call) -> None:
+        try:
+            layers = view(network, size, call).layers
+        except UserError as error:  # for example because a loss that is computed from labels requires their values
+            try:
+                layers = view(network, size).layers
+            except UserError:
+                raise error from None
+        for layer in layers:
+            if layer.tokens is not None and isinstance(layer.module, LowRankLinear):
+                how = layer.module.low_rank
+                if how.first.form == "tokens":
+                    how.layouts[size] = layer.tokens
+        self.known.add(size)
+
+
+class _BlockSizeHook:
+    """Forward pre-hook of a block. If the block is recomputed, the image size of its forward pass is restored."""
+
+    def __init__(self, images: ImageSize) -> None:
+        self.images = images
+
+    def __call__(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # With reentrant checkpointing, the forward pass of a block runs without gradients.
+        if torch.compiler.is_compiling() or not block.training:
+            return
+        if vars(block).get("gradient_checkpointing"):
+            self._hook_parts(block)
+        x = args[0] if args and isinstance(args[0], Tensor) else next(_tensors((args, kwargs)), None)
+        if x is None:
+            return
+        if is_recomputing():
+            restore_image_size(image_size_of(x))
+        else:
+            attach_image_size(x, self.images)
+
+    def _hook_parts(self, block: nn.Module) -> None:
+        """Register the hook for the parts of a block of transformers, which recomputes only its forward method.
+
+        The first part receives the input of the block.
+        """
+        for part in block.children():
+            if self not in part._forward_pre_hooks.values():
+                part.register_forward_pre_hook(self, with_kwargs=True)
+
+
+def _tensors(values: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and mappings."""
+    for value in tree_leaves(values):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, Mapping):  # for example BatchFeature of transformers
+            yield from _tensors(dict(value))
+
+
+def _low_rank_layers(model: nn.Module) -> Iterator[LowRankLinear | LowRankConv2d]:
+    return (module for module in model.modules() if isinstance(module, LowRankLinear | LowRankConv2d))
 
 
 CHANGED = {nn.Linear: LowRankLinear, nn.Conv2d: LowRankConv2d}
@@ -227,7 +352,7 @@ class LowRankBackward(Method):
                 detail = f"the class {type(layer.module).__name__} overrides the forward method"
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, detail)
             elif is_skipped(layer.name, self.skip):
-                skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
+                skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact ({self.full_name('skip')})")
             elif layer.reach is not None and self.as_published:
                 detail = "left exact, as published (the forward method is never called)"
                 skipped[layer.name] = Skipped(Reason.AS_PUBLISHED, detail)
@@ -236,20 +361,26 @@ class LowRankBackward(Method):
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
         # The model is changed only after all layers have been checked, so that an error leaves the model unchanged.
+        images = ImageSize(size := tuple(view.image_size))
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]
-            layer.module.low_rank = LowRank(None if self.profiles else projector, tokens)  # type: ignore[assignment]
+            how = LowRank(None if self.profiles else projector, tokens, {size: tokens}, images)
+            layer.module.low_rank = how  # type: ignore[assignment]
             if layer.reach is not None:
                 model.get_submodule(layer.reach).qkv_bias_separate = True  # type: ignore[assignment]
                 layer.module.low_rank_reach = layer.reach  # type: ignore[assignment]
         note = f"{len(exact)} layers keep the exact backward pass, which is cheaper for these layers"
         notes = [note] if exact else []
+        if len(size) == 2 and any(tokens.form == "tokens" for *_, tokens in chosen):
+            model.register_forward_pre_hook(_ImageSizeHook(images, image_channels(model)), with_kwargs=True)
+            for name in (part for block in view.blocks for part in view.called_modules(block)):
+                model.get_submodule(name).register_forward_pre_hook(_BlockSizeHook(images), with_kwargs=True)
         fused = [] if self.fused is False else fuse_layers(model, everywhere=self.fused is True)
         self._fuses = bool(fused)
         for how in self._changed(model).values():
             how.fused = self._fuses
         if fused:
-            notes.append(f"on a CPU, {len(fused)} GELU layers run as fused operations (method.{self.name}.fused)")
+            notes.append(f"on a CPU, {len(fused)} GELU layers run as fused operations ({self.full_name('fused')})")
         return Applied(
             self.name,
             tuple(layer.name for layer, *_ in chosen),
@@ -285,6 +416,9 @@ class LowRankBackward(Method):
     def _remove(self, model: nn.Module) -> None:
         separate_layers(model)
         for module in model.modules():
+            hooks = module._forward_pre_hooks
+            for key in [key for key, hook in hooks.items() if isinstance(hook, _ImageSizeHook | _BlockSizeHook)]:
+                del hooks[key], module._forward_pre_hooks_with_kwargs[key]
             if isinstance(module, LowRankLinear | LowRankConv2d):
                 reach = module.__dict__.pop("low_rank_reach", None)
                 if reach is not None:

@@ -92,7 +92,7 @@ class BackRazor(ActivationPacking):
             self.conflicts = {Adds.LOW_RANK_LAYERS: f"prune=both: {DENSE_FORWARD}"}
 
     def _left_plain(self, view: ModelView) -> dict[str, Skipped]:
-        why = Skipped(Reason.NOT_CHOSEN, f"left dense (method.{self.name}.skip)")
+        why = Skipped(Reason.NOT_CHOSEN, f"left dense ({self.full_name('skip')})")
         return {name: why for name, _ in view.model.named_modules() if is_skipped(name, self.skip)}
 
     def policy(self) -> Policy:

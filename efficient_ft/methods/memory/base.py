@@ -18,6 +18,20 @@ from efficient_ft.ops.saving import PackingState
 class MemoryForward(OwnForward):
     """Forward pass of a module that saves its activations in a different storage format."""
 
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        # In recent versions of `transformers`, the forward method of such a module starts the recomputation.
+        self._recomputable = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
+
+    def refuse_recomputation(self, method: str) -> None:
+        """Raise UserError if the model itself recomputes the module, because the method would not reduce memory."""
+        if is_recomputing() or any(part.gradient_checkpointing for part in self._recomputable):
+            raise UserError(
+                f"method {method}: the model recomputes its blocks in the backward pass (gradient checkpointing), so"
+                f" that {method} does not reduce the memory. Call model.set_grad_checkpointing(False) (or"
+                f" model.gradient_checkpointing_disable() for transformers models), or remove the method {method}."
+            )
+
     @property
     def training(self) -> bool:
         """Return True if the current call may belong to a training step.
@@ -30,16 +44,6 @@ class MemoryForward(OwnForward):
             return True
         known = (*FROZEN, *FROZEN.values())
         return isinstance(self.module, nn.modules.batchnorm._BatchNorm) and type(self.module) not in known
-
-
-def refuse_recomputation(method: str) -> None:
-    """Raise UserError if the model itself recomputes the current part, because the method would not reduce memory."""
-    if is_recomputing():
-        raise UserError(
-            f"method {method}: the model recomputes its blocks in the backward pass (gradient checkpointing), so that"
-            f" {method} does not reduce the memory. Call model.set_grad_checkpointing(False) (or"
-            f" model.gradient_checkpointing_disable() for transformers models), or remove the method {method}."
-        )
 
 
 class MemoryMethod(Method):

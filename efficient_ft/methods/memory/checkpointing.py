@@ -16,10 +16,11 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import blocks_at, check_choice, check_indices
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.forwards import put_around
-from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.summary import ranges
+from efficient_ft.methods.summary import are, ranges
 from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.ops.image_size import ImageSize, Size, image_size_of, restore_image_size
 from efficient_ft.ops.recompute import recompute
 from efficient_ft.ops.saving import PackingState
 from efficient_ft.ops.storage import Dense, EightBits, GroupBits, Half, PackContext, Packer
@@ -51,18 +52,28 @@ class _RecomputedForward(MemoryForward):
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
             return self.within(x, *others, **keywords)
-        refuse_recomputation(Checkpointing.name)
+        self.refuse_recomputation(Checkpointing.name)
         packing = self.packing
         name = packing.begin_call(self.name)
         place = PackContext(name, x.shape[0], packing.ranges, packing.overflow, noise=packing.noise)
+        run = partial(self._run, modules, image_size_of(x))
         x, tokens = pop_tokens(x)
-        return recompute(partial(self._run, modules), x, (tokens, *others), keywords, parameters, self.packer, place)
+        return recompute(run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
-    def _run(self, modules: list[nn.Module], x: Tensor, tokens: Tokens | None, *args: Any, **keywords: Any) -> Any:
+    def _run(
+        self,
+        modules: list[nn.Module],
+        size: tuple[ImageSize, Size] | None,
+        x: Tensor,
+        tokens: Tokens | None,
+        *args: Any,
+        **keywords: Any,
+    ) -> Any:
         x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # This is the first run, in the forward pass.
             return self.within(x, *args, **keywords)
         self.packing.last.in_backward = True
+        restore_image_size(size)
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
         moving = [m for m in modules if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training]
         before = [(m.momentum, m.num_batches_tracked) for m in moving]
@@ -102,6 +113,7 @@ def _trained_parameters(modules: list[nn.Module]) -> list[nn.Parameter]:
 class Checkpointing(MemoryMethod):
     """Save only the input of each block, and recompute the forward pass of the block in the backward pass.
 
+    If the block is a list of an attention module and a feed-forward network, the two modules are recomputed separately.
     Gradients are exact if ``input_dtype=same``. The forward pass of each recomputed block runs twice. Inputs cannot be
     pruned, because a block that is recomputed from a pruned input has a different gradient.
 
@@ -131,12 +143,12 @@ class Checkpointing(MemoryMethod):
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         names = view.blocks
         if self.blocks is not None:
-            names = blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=False)
+            names = blocks_at(view, self.full_name("blocks"), self.blocks, once=False)
         packer, packing = INPUT_DTYPES[self.input_dtype], self._begin()
-        for name in names:
+        for name in (unit for block in names for unit in view.called_modules(block)):
             module = model.get_submodule(name)
             put_around(module, _RecomputedForward(module, name, packer, packing))
         skipped = {block: Skipped(Reason.NOT_CHOSEN) for block in view.blocks if block not in names}
-        which = ranges(names) if skipped else f"all {len(names)} blocks"
-        verb = "is" if len(names) == 1 else "are"
-        return Applied(self.name, names, skipped, summary=f"{which} {verb} recomputed in the backward pass")
+        every = "the only block" if len(names) == 1 else f"all {len(names)} blocks"
+        which = f"{ranges(names) if skipped else every} {are(len(names))}"
+        return Applied(self.name, names, skipped, summary=f"{which} recomputed in the backward pass")

@@ -68,7 +68,8 @@ class Compact(ActivationPacking):
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
         blocks = view.blocks if self.attention == "mixed" else ()
-        self._kept = frozenset(blocks) - frozenset(blocks[_EVERY - 1 :: _EVERY])
+        kept = frozenset(blocks) - frozenset(blocks[_EVERY - 1 :: _EVERY])
+        self._kept = frozenset(name for block in kept for name in view.called_modules(block))
         return super()._apply(model, view)
 
     def policy_of(self, part: str) -> Policy:

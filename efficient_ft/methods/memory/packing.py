@@ -6,7 +6,7 @@ In training, the forward passes of the parts (blocks, stem, downsampling layers)
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from efficient_ft.core.context import context
+from efficient_ft.core.errors import hint
 from efficient_ft.core.format import format_bytes
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import forwards_of, put_around
-from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod, refuse_recomputation
+from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.methods.memory.sub_blocks import PackedBlock
-from efficient_ft.methods.summary import count, left, within
+from efficient_ft.methods.summary import are, count, left, within
+from efficient_ft.models.marks import is_inside
 from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
 from efficient_ft.ops.saving import (
@@ -88,7 +90,7 @@ class PackedForward(MemoryForward):
             x = next((t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)), None)
         if x is None or not x.numel():
             return self.within(*args, **kwargs)
-        refuse_recomputation(self.method)
+        self.refuse_recomputation(self.method)
         policy = self.policy
         if self.networks and any(p.requires_grad for layer in self.networks for p in layer.parameters()):
             policy = with_position_network(policy)
@@ -207,7 +209,10 @@ class PartwiseMethod(MemoryMethod):
                 put_around(module, _PlainForward(module))
         which = f"{count(len(touched), 'layer')} in {within(touched)}" if skipped else f"all {len(touched)} layers"
         summary = f"{which} packed{left(skipped, 'dense')}"
-        return Applied(self.name, touched, skipped, self._notes(model, view, packing), summary=summary)
+        notes = self._notes(model, view, packing)
+        if (left_out := _left_out(view, parts)) is not None:
+            summary, notes = f"{summary}; {left_out}", (left_out, *notes)
+        return Applied(self.name, touched, skipped, notes, summary=summary)
 
     def _notes(self, model: nn.Module, view: ModelView, packing: PackingState) -> tuple[str, ...]:
         """Return additional sentences for the report after all parts have been packed."""
@@ -300,28 +305,85 @@ def _runs_packed(view: ModelView, name: str) -> bool:
     return any(packed_operation(function) is not None for function in functions)
 
 
+def _around(module: nn.Module, inner: list[str], prefix: str = "") -> Iterator[str]:
+    """Yield the names of the largest modules outside of `inner` that have a forward method."""
+    for name, part in module.named_children():
+        path = f"{prefix}{name}"
+        if not _has_forward(part) or any(one.startswith(f"{path}.") for one in inner):
+            yield from _around(part, inner, f"{path}.")
+        elif path not in inner:
+            yield path
+
+
+def _has_forward(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+def _unrecognized_blocks(view: ModelView, attention: list[str], known: Sequence[str]) -> list[str]:
+    """Return the names of the modules in lists with attention that are outside of `known` and of the tail.
+
+    The view recognizes blocks by the name of their list. Here, a list is a container with at least two modules that
+    contain layers in `attention`. An item of a list that has no forward method is replaced by its submodules.
+    """
+    found: list[str] = []
+    for name, module in view.model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        if is_inside(name, frozenset([*known, *view.tail, *found])) or any(one.startswith(f"{name}.") for one in known):
+            continue
+        items = [f"{name}.{item}" if name else item for item, _ in module.named_children()]
+        if sum(any(layer.startswith(f"{item}.") for layer in attention) for item in items) < 2:
+            continue
+        for item in items:
+            part = view.model.get_submodule(item)
+            found += [item] if _has_forward(part) else [f"{item}.{inner}" for inner, _ in part.named_children()]
+    return found
+
+
 def _parts(view: ModelView, packs_tail: bool) -> tuple[list[str], list[str], dict[str, Skipped]]:
     """Return the modules to pack, the modules that contain the head, and the reasons for the dense modules.
 
     All modules are given by name. The modules to pack are disjoint. The second list is empty if the model has no
     attention.
     """
-    inner = [*view.blocks, *(name for extras in view.stage_extras for name in extras)]
-    holders = {name.split(".")[0] for name in inner}
-    around = [name for name, _ in view.model.named_children() if name not in holders]
-    if not any(layer.in_attention for layer in view.layers):
+    blocks = (name for block in view.blocks for name in view.called_modules(block))
+    inner = [*blocks, *(name for extras in view.stage_extras for name in extras)]
+    attention = [layer.name for layer in view.layers if layer.in_attention]
+    if not attention:
+        around = list(_around(view.model, inner))
         return [*around, *inner] if inner else around, [], {}
+    inner += _unrecognized_blocks(view, attention, inner)
     parts, heads, dense = list(inner), [], {}
-    for name in around:
-        convolutions = sum(isinstance(m, nn.Conv2d) for m in view.model.get_submodule(name).modules())
+    for name in _around(view.model, inner):
+        module = view.model.get_submodule(name)
+        convolutions = sum(isinstance(m, nn.Conv2d) for m in module.modules())
         is_head = any(h == name or h.startswith(f"{name}.") for h in view.head)
-        if packs_tail and (name in view.tail or is_head):
+        # Without recognized blocks, the tail is unknown. A normalization outside of all blocks is usually the last one.
+        in_tail = is_inside(name, frozenset(view.tail)) or (not view.blocks and is_norm(module))
+        if packs_tail and (in_tail or is_head):
             parts.append(name)
             heads += [name] if is_head else []
-        elif name in view.tail or is_head:
+        elif in_tail or is_head:
             dense[name] = Skipped(Reason.AS_PUBLISHED, "dense, as published")
-        elif convolutions > 1:
+        elif convolutions > 1 or any(layer == name or layer.startswith(f"{name}.") for layer in attention):
             parts.append(name)
         elif convolutions:
             dense[name] = Skipped(Reason.AS_PUBLISHED, "dense, as published")
+        elif any(isinstance(m, nn.Linear) or is_norm(m) for m in module.modules()):
+            dense[name] = Skipped(Reason.OTHER, "outside of the blocks")
     return parts, heads, dense
+
+
+def _left_out(view: ModelView, parts: Sequence[str]) -> str | None:
+    """Return a note that lists the layers outside of `parts` if they are at least a quarter of all layers, or None.
+
+    A head that is a single layer and the stem are not counted. If the head was inferred, it may contain blocks.
+    """
+    within_parts = frozenset(parts)
+    stem = {x.name for x in view.layers if x.why_not is not None and x.why_not.reason is Reason.STEM}
+    layers = [x.name for x in view.layers if x.name not in stem and x.name not in view.head]
+    outside = [name for name in layers if not is_inside(name, within_parts)]
+    if 4 * len(outside) < len(layers) or not outside:
+        return None
+    advice = hint(" (if they belong to blocks, pass the names of all blocks as the argument blocks)")
+    return f"{count(len(outside), 'layer')} in {within(outside)} {are(len(outside))} outside of the blocks{advice}"

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from efficient_ft.methods.checks import check_integer, check_sparsity
 from efficient_ft.methods.declarations import Adds
 from efficient_ft.methods.forwards import forwards_of, refuse_export
-from efficient_ft.methods.memory.base import MemoryForward, refuse_recomputation
+from efficient_ft.methods.memory.base import MemoryForward
 from efficient_ft.methods.memory.packing import DENSE_FORWARD, Part, PartwiseMethod
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -53,7 +53,7 @@ class _SparseForward(MemoryForward):
         names = {id(weight): name for name, weight in self.weights().items()}
         modules = None
         if self.training and torch.is_grad_enabled():
-            refuse_recomputation(SWAT.name)
+            self.refuse_recomputation(SWAT.name)
             modules = {module: name for name, module in self.module.named_modules()}
         with SparseProducts(self.thresholds, self.name, x.shape[0], names, self.training, modules):
             return self.within(*args, **kwargs)

@@ -22,7 +22,8 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.checks import check_bool, check_integer
 from efficient_ft.methods.declarations import Needs
 from efficient_ft.methods.registry import register
-from efficient_ft.methods.selection.static import Selection
+from efficient_ft.methods.selection.static import Selection, head_in_words
+from efficient_ft.methods.summary import are, count, ranges
 from efficient_ft.models.trained import trainable
 from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 
@@ -89,13 +90,17 @@ class LayersPerStep(Selection):
         self._blocks, self._trainable = {name: model.get_submodule(name) for name in view.blocks}, None
         frozen = [name for name, trains in trainable(model).items() if not trains]
         why = Skipped(Reason.FROZEN, "frozen because the parameter is before or between the blocks")
-        rest = "embeddings, norm and head" if self.train_embeddings else "norm and head"
-        summary = "; ".join([self._drawn(len(view.blocks)), f"{rest} are always trained", *self._notes()])
+        rest = ranges([*(("embeddings",) if self.train_embeddings else ()), "norm", *head_in_words(view)])
+        always = f"{rest} {are(1 if rest == 'norm' else 2)} always trained"
+        summary = "; ".join([self._drawn(len(view.blocks)), always, *self._notes()])
         return Applied(self.name, view.blocks, dict.fromkeys(frozen, why), summary=summary)
 
     def _drawn(self, count: int) -> str:
         """Return a phrase about the number of trained blocks out of `count` blocks."""
-        return f"{self.num_layers} of {count} blocks are trained in each step"
+        return f"{self._share(count)} trained in each step"
+
+    def _share(self, blocks: int) -> str:
+        return f"{self.num_layers} of {count(blocks, 'block')} {are(self.num_layers)}"
 
     def _notes(self) -> tuple[str, ...]:
         return ()
@@ -185,7 +190,7 @@ class LISA(LayersPerStep):
     def _drawn(self, count: int) -> str:
         if self.interval == 1:
             return super()._drawn(count)
-        return f"{self.num_layers} of {count} blocks are trained, sampled every {self.interval} steps"
+        return f"{self._share(count)} trained, sampled every {self.interval} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
         # The number of the first step in the interval is used, so that the choice is the same in the entire interval.
@@ -229,7 +234,7 @@ class TopLayers(LayersPerStep):
         return self.profile_steps - self._steps
 
     def _drawn(self, count: int) -> str:
-        return f"{self.num_layers} of {count} blocks are trained after a profile of {self.profile_steps} steps"
+        return f"{self._share(count)} trained after a profile of {self.profile_steps} steps"
 
     def choose(self, step: int, count: int) -> list[int]:
         return self._top if self._steps >= self.profile_steps else list(range(count))

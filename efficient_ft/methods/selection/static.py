@@ -21,7 +21,7 @@ from efficient_ft.methods.feed_forward import run_in_parts, run_whole
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.trained import make_trainable, trainable
-from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
+from efficient_ft.models.view import ModelView, Reason, Skipped, has_attention, is_norm, parameters_under
 
 
 class Selection(Method):
@@ -62,11 +62,12 @@ class Selection(Method):
         frozen = {id(p) for p in model.parameters()} - chosen
         skipped = dict.fromkeys(concise(model, frozen), Skipped(Reason.FROZEN, "frozen"))
         touched = concise(model, chosen)
-        return Applied(self.name, touched, skipped, summary=f"{self._trains(touched)}: {trained(model)}")
+        return Applied(self.name, touched, skipped, summary=f"{self._trains(touched, view)}: {trained(model)}")
 
-    def _trains(self, touched: tuple[str, ...]) -> str:
+    def _trains(self, touched: tuple[str, ...], view: ModelView) -> str:
         """Return a phrase that states which parts are trained. `touched` contains the names of these parts."""
-        return f"{ranges(touched)} {'trains' if len(touched) == 1 else 'train'}"
+        is_one = len(touched) == 1 and not touched[0].endswith("s")  # a module may be named "heads"
+        return f"{ranges(touched)} {'trains' if is_one else 'train'}"
 
     def _remove(self, model: nn.Module) -> None:
         run_whole(model)
@@ -89,7 +90,7 @@ class Full(Selection):
         check_bool("train_norms", train_norms)
         self.train_norms = train_norms
 
-    def _trains(self, touched: tuple[str, ...]) -> str:
+    def _trains(self, touched: tuple[str, ...], view: ModelView) -> str:
         return "everything trains" if self.train_norms else "everything except normalization layers trains"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
@@ -124,19 +125,18 @@ class LastStage(Selection):
     """
 
     name = "last_stage"
-    needs = frozenset({Needs.CLASSIFIER})
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         try:
             last = view.last_stage()
         except UserError as error:
-            raise UserError(f"{self.name}: {error}") from None
+            raise UserError(f"method {self.name}: {error}") from None
         return parameters_under(view.model, last) | view.new_parameters()
 
 
 @register
 class Blocks(Selection):
-    """Train the listed blocks, the final norm and the head.
+    """Train the listed blocks, the final norm and the head. Class-attention blocks and attention pooling are frozen.
 
     Args:
         blocks: indices of the blocks to train, counted from 0 across all stages. Negative indices count from the end.
@@ -146,7 +146,7 @@ class Blocks(Selection):
     """
 
     name = "blocks"
-    needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER})
+    needs = frozenset({Needs.BLOCKS})
     hints: ClassVar[Mapping[Needs, str]] = {
         Needs.BLOCKS: "Use another selection method (head, full, bitfit or norm_last)."
     }
@@ -155,16 +155,17 @@ class Blocks(Selection):
 
     def __init__(self, blocks: list[int]) -> None:
         super().__init__()
-        check_indices("blocks", blocks, do="To train only the head, use method=head.")
+        check_indices("blocks", blocks, do="To train only the head, use the method head.")
         self.blocks = list(blocks)
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        final = parameters_under(view.model, view.tail)
+        # Attention after the blocks (class attention, attention pooling) is frozen with its normalizations.
+        final = parameters_under(view.model, (name for name in view.tail if not has_attention(view.model, name)))
         norms = {n: p for n, p in _norms(view.model).items() if n in final}
         return parameters_under(view.model, self._names(view)) | view.new_parameters() | norms
 
     def _names(self, view: ModelView) -> tuple[str, ...]:
-        return blocks_at(view, f"method.{self.name}.blocks", self.blocks, once=self._each_once)
+        return blocks_at(view, self.full_name("blocks"), self.blocks, once=self._each_once)
 
 
 @register
@@ -179,16 +180,15 @@ class BitFit(Selection):
     """
 
     name = "bitfit"
-    needs = frozenset({Needs.CLASSIFIER})
 
-    def _trains(self, touched: tuple[str, ...]) -> str:
-        return "biases and head train"
+    def _trains(self, touched: tuple[str, ...], view: ModelView) -> str:
+        return f"{ranges(['biases', *head_in_words(view)])} train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
         head = view.new_parameters()
         biases = {n: p for n, p in view.model.named_parameters() if p.dim() == 1 and re.search(r"(^|\.|_)bias$", n)}
         if not biases.keys() - head.keys():
-            raise UserError(f"method bitfit: {view.name} has no biases outside its head. Use method=head.")
+            raise UserError(f"method bitfit: {view.name} has no biases outside its head. Use the method head.")
         return biases | head
 
 
@@ -201,20 +201,24 @@ class NormLast(Selection):
     """
 
     name = "norm_last"
-    needs = frozenset({Needs.CLASSIFIER})
 
-    def _trains(self, touched: tuple[str, ...]) -> str:
-        return "normalization layers and head train"
+    def _trains(self, touched: tuple[str, ...], view: ModelView) -> str:
+        return f"{ranges(['normalization layers', *head_in_words(view)])} train"
 
     def chosen(self, view: ModelView) -> dict[str, Tensor]:
-        head = view.new_parameters()
         norms = _norms(view.model)
+        head = view.new_parameters() if norms else {}
         if not norms.keys() - head.keys():
             raise UserError(
                 f"method norm_last: {view.name} has no normalization layers with parameters outside its head. Use"
-                " method=head."
+                " the method head."
             )
         return norms | head
+
+
+def head_in_words(view: ModelView) -> tuple[str, ...]:
+    """Return ``("head",)``, or an empty tuple if the model has no head (for example, the image tower of CLIP)."""
+    return ("head",) if view.head or view.outside else ()
 
 
 def concise(model: nn.Module, chosen: set[int]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.core.fake import FakeTensors
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, put_inside, take_away
@@ -330,6 +330,8 @@ class TokenMethod(Method):
                 if any(form_of(base) for base in type(block).__mro__[1:] if issubclass(base, nn.Module)):
                     raise self._own_forward(view, name)
                 reason = why_not(type(block)) or "blocks of this class are not supported"
+                if view.called_modules(name) != (name,):
+                    reason = "the block is a list without a forward method"
                 raise UserError(
                     f"method {self.name}: tokens cannot be dropped or merged in the blocks of {view.name}"
                     f" ({type(block).__name__}): {reason}. Use a network with supported blocks, for example a ViT from"
@@ -340,8 +342,8 @@ class TokenMethod(Method):
                 raise UserError(
                     f"method {self.name}: the block {name} of {view.name} treats {prefix} tokens as prefix tokens"
                     f" without rotary embeddings, but the number of prefix tokens of the network is"
-                    f" {view.prefix_tokens}. If the latter is incorrect, pass the correct number:"
-                    f" apply(model, prefix_tokens={prefix})."
+                    f" {view.prefix_tokens}."
+                    + hint(f" If the latter is incorrect, pass the correct number: prefix_tokens={prefix}.")
                 )
 
     def _own_forward(self, view: ModelView, name: str) -> UserError:

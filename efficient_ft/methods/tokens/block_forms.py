@@ -114,6 +114,8 @@ FORMS: dict[str, BlockForm] = {
     f"{_HF}.siglip2.modeling_siglip2.Siglip2EncoderLayer": _OF_CLIP,
 }
 
+_MULTIHEAD = "nn.MultiheadAttention does not expose its queries and keys"
+
 #: Reasons why other blocks are not supported, by the full name of the class that defines the forward pass.
 _WHY_NOT = {
     f"{_TIMM}.vision_transformer.ParallelScalingBlock": "attention and feed-forward network run in parallel",
@@ -131,11 +133,16 @@ _WHY_NOT = {
     f"{_TIMM}.hiera.HieraBlock": "attention uses windows and pools tokens",
     f"{_TIMM}.swin_transformer.SwinTransformerBlock": "attention uses windows of a grid",
     f"{_TIMM}.swin_transformer_v2.SwinTransformerV2Block": "attention uses windows of a grid",
-    "torchvision.models.vision_transformer.EncoderBlock": (
-        "nn.MultiheadAttention does not expose its queries and keys"
-    ),
+    "torchvision.models.vision_transformer.EncoderBlock": _MULTIHEAD,
+    "open_clip.transformer.ResidualAttentionBlock": _MULTIHEAD,
     f"{_HF}.beit.modeling_beit.BeitLayer": "attention uses relative position biases",
     f"{_HF}.swin.modeling_swin.SwinLayer": "attention uses windows of a grid",
+    f"{_HF}.swinv2.modeling_swinv2.Swinv2Layer": "attention uses windows of a grid",
+    f"{_HF}.hiera.modeling_hiera.HieraLayer": "attention uses windows and pools tokens",
+    f"{_HF}.sam.modeling_sam.SamVisionLayer": "attention uses windows and relative position biases",
+    "torchvision.models.swin_transformer.SwinTransformerBlock": "attention uses windows of a grid",
+    "torchvision.models.swin_transformer.SwinTransformerBlockV2": "attention uses windows of a grid",
+    "torch.nn.modules.transformer.TransformerEncoderLayer": _MULTIHEAD,
 }
 
 
@@ -145,6 +152,8 @@ _WHOLE = {
     f"{_TIMM}.vision_transformer.DiffParallelScalingBlock",
     f"{_TIMM}.vision_transformer.ParallelThingsBlock",
     "torchvision.models.vision_transformer.EncoderBlock",
+    "open_clip.transformer.ResidualAttentionBlock",
+    "torch.nn.modules.transformer.TransformerEncoderLayer",
 }
 
 
@@ -204,7 +213,7 @@ def _taken(embedding: Tensor, index_BK: Tensor) -> Tensor:
         rows = embedding if embedding.dim() == 3 else embedding[None]
         return rows[:, index_BK].transpose(0, 1)
     index = index_BK[:, None, :, None].expand(-1, embedding.shape[1], -1, embedding.shape[-1])
-    return torch.gather(embedding.expand(len(index_BK), -1, -1, -1), 2, index)
+    return torch.gather(embedding.expand(index_BK.shape[0], -1, -1, -1), 2, index)
 
 
 def positions_in(form: BlockForm, inputs: Mapping[str, Any]) -> int | None:

@@ -36,10 +36,14 @@ class DropsTokens(TokenMethod):
         check_bool("fuse", fuse)
         self.drop_at, self.keep_rate, self.fuse = list(drop_at), keep_rate, fuse
 
+    def _kept_in_words(self, blocks: Sequence[str]) -> str:
+        verb = "keeps" if len(blocks) == 1 else "each keep"
+        return f"{ranges(blocks)} {verb} {self.keep_rate:g} of the patch tokens"
+
     def _drop_tokens(self, model: nn.Module, view: ModelView) -> tuple[str, ...]:
         """Make the blocks in `drop_at` drop tokens, and return their names. An error leaves the model unchanged."""
         self.refuse_unfit_model(view)
-        chosen = blocks_at(view, f"method.{self.name}.drop_at", self.drop_at, last=False)
+        chosen = blocks_at(view, self.full_name("drop_at"), self.drop_at, last=False)
         self.refuse_other_blocks(view, chosen)
         self._refuse_few(view, chosen)
         self.refuse_fixed_tokens(view, run_dropping, chosen)
@@ -105,5 +109,5 @@ class EViT(DropsTokens):
         why = Skipped(Reason.NOT_CHOSEN, "keeps all tokens: the block is not listed in drop_at")
         others = {name: why for name in view.blocks if name not in dropping}
         fused = ", and fuse the other tokens into one token" if self.fuse else ""
-        summary = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens{fused}"
+        summary = f"{self._kept_in_words(dropping)}{fused}"
         return Applied(self.name, dropping, others, summary=summary)

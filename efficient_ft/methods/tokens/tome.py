@@ -114,7 +114,7 @@ class _MergingForward(TokenForward):
         if self.after_merge and tokens is None and is_recomputing():
             raise UserError(
                 "method tome: reentrant checkpointing recomputes a block without the sizes of its merged tokens. Use"
-                " method=checkpointing instead, or timm.layers.set_reentrant_ckpt(False)."
+                " the method checkpointing instead, or timm.layers.set_reentrant_ckpt(False)."
             )
         r = merged_of(x.shape[1] - self.prefix, self.r)
         sizes_BN = None if tokens is None else tokens.sizes_BN

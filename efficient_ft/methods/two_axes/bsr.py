@@ -47,10 +47,10 @@ class BSR(Blocks, DropsTokens):
     name = "bsr"
     other_axes: tuple[Axis, ...] = (Axis.TOKENS,)
     adds = frozenset({Adds.TOKEN_DROPPING})
-    needs = frozenset({Needs.BLOCKS, Needs.CLASSIFIER, Needs.CLASS_TOKEN, Needs.TOKEN_GRID})
+    needs = frozenset({Needs.BLOCKS, Needs.CLASS_TOKEN, Needs.TOKEN_GRID})
     hints: ClassVar[Mapping[Needs, str]] = {
         **Blocks.hints,
-        Needs.CLASS_TOKEN: "Without dropping: method.bsr.drop_at=[] (ResNet-50: method=bsr_cnn).",
+        Needs.CLASS_TOKEN: "To disable token dropping, use {drop_at}=[].",
     }
     merges = False
     _each_once = True
@@ -76,7 +76,7 @@ class BSR(Blocks, DropsTokens):
         self._names(view)  # validates `blocks` before the model is changed
         dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
-        dropped = f"{ranges(dropping)} each keep {self.keep_rate:g} of the patch tokens"
+        dropped = self._kept_in_words(dropping)
         return replace(selected, summary=f"{selected.summary}; {dropped}")
 
     def _remove(self, model: nn.Module) -> None:

@@ -6,9 +6,11 @@ grids, because the number of tokens does not determine a grid.
 """
 
 from efficient_ft.models.view.layers import Layer, Reason, Skipped, TokenLayout, projections_in
-from efficient_ft.models.view.model_view import ModelView, default_image_size, view
-from efficient_ft.models.view.specified import Structure, restored_on_error, specify
+from efficient_ft.models.view.model_view import ModelView, assumed_size_note, default_image_size, has_attention, view
+from efficient_ft.models.view.probe import Call, image_channels
+from efficient_ft.models.view.specified import Structure, check_arguments, restored_on_error, specify
 from efficient_ft.models.view.structure import is_norm, parameters_under
 
-__all__ = ["Layer", "ModelView", "Reason", "Skipped", "Structure", "TokenLayout", "default_image_size", "is_norm",
-           "parameters_under", "projections_in", "restored_on_error", "specify", "view"]  # fmt: skip
+__all__ = ["Call", "Layer", "ModelView", "Reason", "Skipped", "Structure", "TokenLayout", "assumed_size_note",
+           "check_arguments", "default_image_size", "has_attention", "image_channels", "is_norm", "parameters_under",
+           "projections_in", "restored_on_error", "specify", "view"]  # fmt: skip

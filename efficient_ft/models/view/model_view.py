@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
-from efficient_ft.models.view.head import head_of, networks_in
+from efficient_ft.models.view.head import head_of, networks_in, other_heads
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
-from efficient_ft.models.view.probe import Probed, layout_of, probe, takes_tokens
+from efficient_ft.models.view.probe import Call, Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.specified import specified
-from efficient_ft.models.view.structure import above, after, parameters_under, stages_of, stem_of
+from efficient_ft.models.view.structure import above, after, are_halves, parameters_under, stages_of, stem_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
 #: Pattern for the names of attention classes. Blocks with attention and an MLP (``ClassAttentionBlock``) do not match.
 _ATTENTION = re.compile(r"^(?!.*Block$).*(Attention|Attn|MHSA|GPSA|XCA|LiteMLA)")
+#: Functions that modules of attention call.
+_ATTENTION_FUNCTIONS = {F.scaled_dot_product_attention, F.multi_head_attention_forward, F.softmax, torch.softmax,
+                        Tensor.softmax}  # fmt: skip
 #: Maximum number of prefix tokens that is inferred from the number of tokens.
 _MOST_PREFIX_TOKENS = 16
 #: Image size (H, W) in pixels for models that do not declare a size.
@@ -46,17 +52,23 @@ class ModelView:
         tail: Names of the modules that run after the last stage (norms, decoder, head).
         prefix_note: Phrase for reports that states the inferred number of prefix tokens, or an empty string if the
             number was declared. The first access to `prefix_tokens` sets this attribute.
+        size_note: Phrase for reports that states the assumed image size, or an empty string if the size is known or was
+            not used. The forward pass on fake tensors sets this attribute.
     """
 
-    def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None) -> None:
+    def __init__(self, model: nn.Module, image_size: tuple[int, ...] | None = None, call: Call | None = None) -> None:
         self.model = model
         self.image_size = image_size or default_image_size(model)
         self.stages, self.stage_extras, container = stages_of(model)
         self.blocks: tuple[str, ...] = tuple(block for stage in self.stages for block in stage)
-        head = head_of(model)
+        head = head_of(model, self.image_size)
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
         self.tail: tuple[str, ...] = after(model, container)
-        self.prefix_note = ""
+        self.prefix_note = self.size_note = ""
+        self._size_is_given = image_size is not None
+        self._size_is_assumed = image_size is None and assumed_size_note(model) != ""
+        self._heads = head.candidates
+        self._call = call
 
     @property
     def name(self) -> str:
@@ -65,7 +77,19 @@ class ModelView:
         return cfg.get("architecture") or type(self.model).__name__
 
     def new_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters in `head` and `outside`, which no method may freeze."""
+        """Return the parameters in `head` and `outside`, which no method may freeze.
+
+        Raises:
+            UserError: If the network has several possible heads, and `classifier` has not been specified.
+        """
+        if self._heads:
+            raise UserError(
+                f"{self.name} has several possible heads ({', '.join(self._heads)}), so the head to train is unknown."
+                + hint(
+                    f" Pass the names of the heads to train, for example classifier={list(self._heads)}.",
+                    " Use the method full, which trains all parameters.",
+                )
+            )
         return parameters_under(self.model, (*self.head, *self.outside))
 
     @property
@@ -80,6 +104,14 @@ class ModelView:
                 return False
         named = self.model.named_parameters()
         return not takes_tokens(self.model) and any(_CLASS_TOKEN.search(name) and p.numel() for name, p in named)
+
+    def called_modules(self, block: str) -> tuple[str, ...]:
+        """Return the names of the modules that the network calls to run `block`.
+
+        The result is the block itself, or its two halves if the block is a list without a forward method.
+        """
+        module = self.model.get_submodule(block)
+        return tuple(f"{block}.{name}" for name, _ in module.named_children()) if are_halves(module) else (block,)
 
     @cached_property
     def prefix_tokens(self) -> int:
@@ -100,9 +132,8 @@ class ModelView:
         more = given.shape[1] - given.maps[0][0] * given.maps[0][1]
         if not 0 < more <= _MOST_PREFIX_TOKENS:
             return 0
-        self.prefix_note = (
-            f"{more} {'tokens are' if more > 1 else 'token is'} assumed to precede the patches (to change this number,"
-            " pass prefix_tokens)"
+        self.prefix_note = f"{more} {'tokens are' if more > 1 else 'token is'} assumed to precede the patches" + hint(
+            " (to change this number, pass prefix_tokens)"
         )
         return more
 
@@ -117,9 +148,16 @@ class ModelView:
                 tokens, why_not = layout_of(name, module, given, self.prefix_tokens, self.head, stem)
                 if is_inside(name, routed):
                     tokens, why_not = None, Skipped(Reason.ROUTED)
-                attention = any(_ATTENTION.search(type(m).__name__) for m in above(self.model, name))
+                attention = any(_is_attention(m) for m in above(self.model, name))
                 layers.append(Layer(name, module, tokens, why_not, attention, self._probed.reach.get(name)))
         return tuple(layers)
+
+    @property
+    def has_attention(self) -> bool:
+        """Return True if a layer belongs to an attention module, or if a block calls a function for attention."""
+        inside = tuple(f"{block}." for block in self.blocks)
+        calls = (functions for name, functions in self._probed.functions.items() if f"{name}.".startswith(inside))
+        return any(layer.in_attention for layer in self.layers) or any(_ATTENTION_FUNCTIONS & one for one in calls)
 
     @property
     def single_patch(self) -> bool:
@@ -142,46 +180,85 @@ class ModelView:
         """
         return self._probed.functions.get(name)
 
+    @property
+    def has_dense_output(self) -> bool:
+        """Return True if an output of the network has one value per position of the image, as in segmentation."""
+        return self._probed.has_dense_output
+
+    def check_block_order(self) -> None:
+        """Raise SettingError if the user specifies the blocks in an order that contradicts the forward pass.
+
+        The forward pass on fake tensors runs only if the order differs from the order of definition in the network.
+        """
+        names = list(specified(self.model).get("blocks", ()))
+        if names == [name for name, _ in self.model.named_modules() if name in names]:
+            return
+        place = {name: number for number, name in enumerate(self._probed.calls)}
+        called = [name for name in names if name in place]
+        for one, other in itertools.pairwise(called):
+            if place[other] < place[one]:
+                do = f"The network runs {other!r} before {one!r}."
+                raise SettingError("blocks", names, "a list in the order of the forward pass", do)
+
     @cached_property
     def _probed(self) -> Probed:
+        if self._size_is_assumed:
+            self.size_note = assumed_size_note(self.model)
         try:
-            return probe(self.model, self.image_size)
+            return probe(self.model, self.image_size, self._call)
         except UserError as error:
-            known = specified(self.model).get("image_size") or _declared_size(self.model)
-            if self.image_size != _USUAL_SIZE or known is not None:
+            if self._size_is_given or takes_tokens(self.model):
                 raise
-            raise UserError(
-                f"{error}\nThe model does not declare an image size, so 224×224 was used. If the model requires a"
-                " different size, pass it: apply(model, image_size=112)."
-            ) from error
+            if self._size_is_assumed:
+                origin = "The model does not declare an image size, so 224×224 was used."
+            elif "image_size" in specified(self.model):
+                origin = "This size is the value of image_size."
+            else:
+                origin = "The model declares this size."
+            advice = hint(" If the model requires a different size, pass it, for example image_size=112.")
+            raise UserError(f"{error}\n{origin}{advice}") from error
 
     def last_stage(self) -> tuple[str, ...]:
         """Return the blocks and other modules of the last stage, and all later modules.
 
-        The modules in `LAST_STAGE_WITHOUT` are excluded.
+        The modules in `LAST_STAGE_WITHOUT` are excluded. Other heads than the classifier that the user specifies are
+        also excluded.
 
         Raises:
             UserError: If no stages or blocks of the model are recognized.
         """
         if not self.stages:
             raise UserError(
-                f"No stages or blocks of {self.name} were recognized, so there is no last stage. Use another selection"
-                " (head, full, bitfit, norm_last)."
+                f"no blocks were recognized in {self.name}, so the last stage is unknown."
+                + hint(" If the network has blocks, pass their names, for example blocks='encoder.layers.*'.")
+                + f" {hint('Otherwise, use', 'Use')} another selection method (head, full, bitfit or norm_last)."
             )
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
         extras = (n for n in self.stage_extras[-1] if without is None or n.split(".")[-1] != without)
-        return (*extras, *self.stages[-1], *self.tail)
+        heads = other_heads(self.model, self.image_size)
+        return (*extras, *self.stages[-1], *(name for name in self.tail if name not in heads))
 
 
-def view(model: nn.Module, image_size: tuple[int, ...] | None = None) -> ModelView:
+def _is_attention(module: nn.Module) -> bool:
+    return _ATTENTION.search(type(module).__name__) is not None
+
+
+def has_attention(model: nn.Module, name: str) -> bool:
+    """Return True if the module `name` is or contains an attention module according to the names of classes."""
+    return any(_is_attention(module) for module in model.get_submodule(name).modules())
+
+
+def view(model: nn.Module, image_size: tuple[int, ...] | None = None, call: Call | None = None) -> ModelView:
     """Create a view of `model` without changing the model.
 
     Args:
         model: A network for images (B, channels, H, W) or for token ids of texts.
         image_size: Image size (H, W) in pixels, or (tokens,) for texts. The default is the size that the model
             declares.
+        call: Arguments of a call of the network, with which the forward pass on fake tensors runs. The default is
+            images or texts alone.
     """
-    return ModelView(model, image_size)
+    return ModelView(model, image_size, call)
 
 
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
@@ -195,12 +272,20 @@ def default_image_size(model: nn.Module) -> tuple[int, ...]:
     return specified(model).get("image_size") or _declared_size(model) or _USUAL_SIZE
 
 
+def assumed_size_note(model: nn.Module) -> str:
+    """Return the phrase that states the assumed image size, or an empty string if the image size is known."""
+    if specified(model).get("image_size") or _declared_size(model):
+        return ""
+    height, width = _USUAL_SIZE
+    return f"images of {height}×{width} pixels are assumed{hint(' (to change this size, pass image_size)')}"
+
+
 def _declared_size(model: nn.Module) -> tuple[int, ...] | None:
     if takes_tokens(model):
         usual = (int(getattr(model.config, "max_position_embeddings", 512)),)  # type: ignore[union-attr,arg-type]
         return tuple(map(int, (getattr(model, "pretrained_cfg", None) or {}).get("input_size", usual)[-2:]))
     for network in _with_inner(model):
-        size: Any = getattr(getattr(network, "patch_embed", None), "img_size", None)
+        size = _size_at_creation(network)
         if size is None:
             size = (getattr(network, "pretrained_cfg", None) or {}).get("input_size", (None,))[-2:]
             size = None if None in size else size
@@ -216,10 +301,22 @@ def _declared_size(model: nn.Module) -> tuple[int, ...] | None:
     return None
 
 
+def _size_at_creation(network: nn.Module) -> Any:
+    """Return the image size with which a network of timm was created, or None if the network does not store it."""
+    embedding = getattr(network, "patch_embed", getattr(network, "stem", None))  # the stem of an MLP-Mixer
+    for owner in (embedding, network):
+        if getattr(owner, "img_size", None) is not None:
+            return owner.img_size  # type: ignore[union-attr]
+    tokens, strides = (getattr(network, name, None) for name in ("tokens_spatial_shape", "patch_stride"))  # Hiera
+    return None if tokens is None or strides is None else [n * s for n, s in zip(tokens, strides, strict=True)]
+
+
 def _with_inner(model: nn.Module) -> list[nn.Module]:
     """Return `model` and the pretrained networks that it contains."""
     inner = [] if hasattr(model, "get_classifier") else networks_in(model)
-    return [model, *(model.get_submodule(name) for name in inner)]
+    networks = [model, *(model.get_submodule(name) for name in inner)]
+    # timm's feature extractor for transformers contains the network.
+    return [n for m in networks for n in ([m.model, m] if type(m).__name__ == "FeatureGetterNet" else [m])]  # type: ignore[misc]
 
 
 #: Pattern for the parameter names of class tokens. In CLIP, the parameter is a vector.
@@ -241,4 +338,5 @@ def prefix_tokens_of(model: nn.Module) -> int | None:
         if declared is not None or hasattr(network, "get_classifier"):
             return int(declared or 0)
     tokens = [p for name, p in model.named_parameters() if _PREFIX_TOKENS.search(name)]
-    return sum(1 if p.dim() == 1 else p.shape[1] for p in tokens if p.dim() in (1, 3)) or None
+    # The shape is (C,), (tokens, C) or (1, tokens, C).
+    return sum(1 if p.dim() == 1 else p.shape[-2] for p in tokens if p.dim() in (1, 2, 3)) or None

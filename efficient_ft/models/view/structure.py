@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from efficient_ft.models.view.specified import specified
 
@@ -73,7 +74,7 @@ def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tupl
     if held[0] in (*_CONTAINERS, _FEATURES):
         top = f"{inside}{held[0]}"
         children = [(f"{top}.{n}", m) for n, m in getattr(owner, held[0]).named_children() if _has_parameters(m)]
-        lists = [m for _, m in children if _blocks_of(m) is not None]
+        lists = [m for _, m in children if _blocks_of(m) is not None and not are_halves(m)]
         # In torchvision's Swin and ConvNeXt, the stages alternate with lists of layers that reduce the feature map.
         others = [m for m in lists if not _holds_blocks(m)]
         if len(others) < len(lists) and not any(_is_composite(layer) for m in others for layer in m.children()):
@@ -111,7 +112,8 @@ def _stages_of_blocks(
 
 
 #: Names of attributes that contain stages or blocks.
-_CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages")
+_CONTAINERS = ("blocks", "stages", "layers", "layer", "levels", "transformers", "network", "dense_stages",
+               "resblocks")  # fmt: skip
 #: Name of an attribute that is a sequence of blocks in some networks (RexNet) and of layers in other networks.
 _FEATURES = "features"
 #: Patterns for stages in separate attributes (``layer1``, ``stages_0``, ``s1``). The first matching pattern is used.
@@ -121,7 +123,7 @@ _BLOCKS_OF_STAGE = ("blocks", "transformer_encoder", "layers")
 #: Names of submodules of timm's classifiers that may contain the stages.
 _TIMM_HOLDERS = ("encoder", "body", "features")
 #: Maximum nesting depth at which `holder_of` searches a network for an encoder.
-_DEPTH = 2
+_DEPTH = 3
 
 
 def holder_of(model: nn.Module) -> str:
@@ -134,8 +136,16 @@ def holder_of(model: nn.Module) -> str:
     names = [n for n, _ in model.named_modules() if n and n.count(".") < _DEPTH and not n.startswith("decode")]
     if hasattr(type(model), "get_classifier"):
         names = [n for n in names if n in _TIMM_HOLDERS]
-    found = (n for n in sorted(names, key=lambda n: n.count(".")) if _containers(model.get_submodule(n)))
+    found = (n for n in sorted(names, key=lambda n: n.count(".")) if _contains_blocks(model.get_submodule(n)))
     return next(found, "")
+
+
+def _contains_blocks(module: nn.Module) -> bool:
+    """Return True if a module contains stages or blocks, and not only the layers of an MLP."""
+    containers = [module.get_submodule(name) for name in _containers(module)]
+    if len(containers) == 1:
+        return any(_is_composite(child) for child in containers[0].children())
+    return containers != []
 
 
 def _containers(module: nn.Module) -> list[str]:
@@ -225,13 +235,43 @@ def _is_composite(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
+def are_halves(module: nn.Module) -> bool:
+    """Return True if `module` is a list of an attention module and a feed-forward network, as in vit-pytorch.
+
+    Such a list is a block without a forward method. The network calls the two modules of the list.
+    """
+    kinds = [type(child).__name__.lower() for child in module.children()] if type(module) is nn.ModuleList else []
+    return len(kinds) == 2 and "attention" in kinds[0] and "attention" not in kinds[1]
+
+
 def _has_parameters(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None
 
 
+#: Names of image towers in networks that also take texts, points or other inputs.
+_TOWERS = ("visual", "vision_model", "vision_tower", "vision_encoder", "image_encoder")
+
+
+def image_tower(model: nn.Module) -> str | None:
+    """Return the name of the image tower of a network that also has embeddings, as CLIP has, or None."""
+    names = (n for n, _ in model.named_modules() if n.count(".") <= 1 and n.rpartition(".")[2] in _TOWERS)
+    return next((name for name in names if embeddings_outside(model, name)), None)
+
+
+def embeddings_outside(model: nn.Module, name: str) -> list[str]:
+    """Return the names of the embeddings in `model` that are outside of the module `name`."""
+    embeddings = (n for n, module in model.named_modules() if isinstance(module, nn.Embedding))
+    return [n for n in embeddings if not f"{n}.".startswith(f"{name}.")]
+
+
 def is_norm(module: nn.Module) -> bool:
-    """Return True if `module` is a normalization layer according to the name of its class."""
-    return _NORM.search(type(module).__name__) is not None
+    """Return True if `module` is a normalization layer according to the name of its class.
+
+    A module that contains a linear layer or a convolution is not a normalization layer (timm's ``ConvMlpWithNorm``).
+    """
+    if _NORM.search(type(module).__name__) is None:
+        return False
+    return not any(isinstance(part, nn.Linear | _ConvNd) for part in module.modules())
 
 
 def parameters_under(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import lightning.pytorch as L
 from lightning.pytorch.utilities import rank_zero_only
 from tqdm import tqdm
 
-from efficient_ft.core.format import format_number, format_percent, format_seconds
+from efficient_ft.core.format import format_metric, format_number, format_seconds
 from efficient_ft.core.terminal import show
 from efficient_ft.core.text import spelled, terminal_width
 from efficient_ft.training.callbacks.recorder import Recorder
@@ -99,7 +99,7 @@ class ProgressBar(L.Callback):
         loss = row["train_loss_epoch"]
         parts = [] if loss is None else [f"loss {loss:.3f}"]
         parts += [f"{split} loss {row[f'{split}_loss']:.3f}"]
-        parts += [f"{split} {spelled(metric)} {format_percent(row[f'{split}_{metric}'])}"]
+        parts += [f"{split} {spelled(metric)} {format_metric(row[f'{split}_{metric}'], metric)}"]
         line = f"epoch {row['epoch']}/{self.epochs}: {', '.join(parts)}"
         _shorten(more, terminal_width(least=1) - len(f"{line}, "))
         show(", ".join([line, *more]))

@@ -16,6 +16,8 @@ import torch
 
 from efficient_ft.core import stopping
 from efficient_ft.core.distributed import all_reduce_sum
+from efficient_ft.core.process_memory import resident_bytes
+from efficient_ft.core.text import spelled
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.training.callbacks.totals import Totals
 from efficient_ft.training.module import FineTuner
@@ -46,6 +48,11 @@ def rows_every(given: int | None, total_steps: int) -> int:
     return given or max(1, min(RECORD_EVERY, total_steps // LEAST_ROWS))
 
 
+def memory_bytes(device: torch.device) -> int:
+    """Return the memory that PyTorch has reserved on a CUDA device, or the resident memory of this process."""
+    return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
+
+
 class Recorder(L.Callback):
     """A callback that writes the metrics, saves the weights of the best epoch, and writes checkpoints.
 
@@ -57,6 +64,7 @@ class Recorder(L.Callback):
         totals: the callback that sums the cost of the training, which must precede this callback.
         every: number of optimizer steps between two recorded losses. See `rows_every`.
         class_names: names of the classes, under which the metrics of the classes are logged.
+        patience: number of epochs without improvement after which training stops, or None to train for all epochs.
     """
 
     def __init__(
@@ -68,9 +76,12 @@ class Recorder(L.Callback):
         totals: Totals,
         every: int,
         class_names: Sequence[str] = (),
+        patience: int | None = None,
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
-        self.totals, self.every, self.class_names = totals, every, class_names
+        self.totals, self.every, self.class_names, self.patience = totals, every, class_names, patience
+        #: The epoch after which training stopped early, or None.
+        self.stopped: int | None = None
         #: The recorded metrics of the last epoch.
         self.row: dict[str, Any] = {}
         self.metrics = MetricsFile(folder)
@@ -88,6 +99,8 @@ class Recorder(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._saved = time.monotonic()
+        if self.stopped is not None:  # the process ended before the results were written
+            trainer.should_stop = True
         if self.handler is not None:
             # Replace Lightning's handler, which broadcasts in the middle of a step, when other processes expect a
             # different operation, and which ends a run with one process without writing a checkpoint.
@@ -108,6 +121,7 @@ class Recorder(L.Callback):
                 "epoch": trainer.current_epoch + 1,
                 "train_loss": pl_module.mean_loss("window"),
                 "lr": max(g["lr"] for g in trainer.optimizers[0].param_groups),
+                "memory_bytes": memory_bytes(trainer.strategy.root_device),
                 **self._so_far(),
             }
             self._log(trainer, row)
@@ -176,6 +190,7 @@ class Recorder(L.Callback):
             **{f"{self.split}_{name}": value for name, value in evaluated.more.items()},
             **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
             **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
+            "memory_bytes": memory_bytes(trainer.strategy.root_device),
             **self._so_far(),
         }
         self.row = row
@@ -186,15 +201,28 @@ class Recorder(L.Callback):
             self.best, self.best_epoch, self.best_tasks = evaluated.accuracy, epoch, self.last_tasks
             if trainer.is_global_zero:
                 tasks = {"task_accuracy": self.best_tasks} if self.best_tasks else {}
-                self.keep_best({"epoch": epoch, "accuracy": self.best, "split": self.split, **tasks})
+                about = {"epoch": epoch, "accuracy": self.best, "split": self.split, **tasks}
+                self.keep_best(about | pl_module.evaluated_notes)
         if trainer.is_global_zero:
             self.metrics.write_csv()
+        self._stop_early(trainer, epoch, pl_module.task.metric)
         final = trainer.should_stop or epoch == trainer.max_epochs
         stop = self._stop(trainer)
         if final or stop is not None or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
         if not final and stop is not None:
             self._leave(stop)
+
+    def _stop_early(self, trainer: L.Trainer, epoch: int, metric: str) -> None:
+        """Stop training if the metric has not improved for `patience` epochs. All processes decide in the same way."""
+        last = trainer.should_stop or epoch == trainer.max_epochs
+        if self.patience is None or last or epoch - self.best_epoch < self.patience:
+            return
+        trainer.should_stop, self.stopped = True, epoch
+        say(
+            f"Training stopped after epoch {epoch} of {trainer.max_epochs}, because the {self.split} {spelled(metric)}"
+            f" has not improved since epoch {self.best_epoch} (trainer.patience={self.patience})."
+        )
 
     def _so_far(self) -> dict[str, float]:
         """Return the numbers of images, FLOPs, seconds and joules (if measured) since the start of training.
@@ -231,6 +259,7 @@ class Recorder(L.Callback):
             "best": self.best,
             "best_epoch": self.best_epoch,
             "last": self.last,
+            **({} if self.stopped is None else {"stopped": self.stopped}),
             **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
             **self.extra,
         }
@@ -239,6 +268,7 @@ class Recorder(L.Callback):
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
         self.last = state_dict["last"]
+        self.stopped = state_dict.get("stopped")
         self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
 
 

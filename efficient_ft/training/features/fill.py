@@ -13,12 +13,14 @@ from tqdm import tqdm
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.cost.executed import AUTOCAST
-from efficient_ft.data import ImageData
+from efficient_ft.data.opened import OpenedData
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
+from efficient_ft.task import moved
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
+from efficient_ft.training.features.store import is_stored
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.trainer import on_device, use_channels_last
@@ -42,6 +44,8 @@ def fill_features(config: Config) -> RunFeatures:
         raise UserError("\n".join(message for message in missing if message is not None))
     device = on_device(config)
     config = resolve_precision(config, device)
+    # A balanced sampler would not draw every image in each view.
+    config = config.model_copy(update={"data": config.data.model_copy(update={"sampler": "shuffle"})})
     L.seed_everything(config.seed, verbose=False)  # use the same random weights as the run
     images: Any = kind_of(config).open(config, factory.input_of(config.model))
     network = store_weights(kind.network(config.model, images.num_classes), config.trainer.weight_dtype)
@@ -49,16 +53,17 @@ def fill_features(config: Config) -> RunFeatures:
         network.to(memory_format=torch.channels_last)
     session = MethodSession(network, build_methods(config), config.model.frozen_bn).apply()
     prefix = run_prefix(config, network, session.methods)
-    set_form(config, images, prefix, device)
+    if kind.supports("prefix"):
+        set_form(config, images, prefix, device)
     features = run_features(config, images, prefix, config.trainer.epochs, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]
-    with tqdm(total=features.store.rows, unit=" images", disable=None) as bar:
+    with tqdm(total=sum(store.rows for store in features.stores), unit=f" {images.noun}s", disable=None) as bar:
         for loader in _loaders(images, features):
-            for pixels, _, rows in loader:
-                if pixels.dtype != torch.uint8:  # uint8 means that the batch contains stored features
+            for pixels, targets, rows in loader:
+                if not is_stored(pixels):
                     autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
-                    with autocast, features.input(pixels.to(device), rows):
+                    with autocast, features.input(moved(pixels, device), targets, rows):
                         pass
                 bar.update(len(rows))
                 if features.full:
@@ -66,11 +71,12 @@ def fill_features(config: Config) -> RunFeatures:
     return features
 
 
-def _loaders(images: ImageData, features: RunFeatures) -> Iterator[Any]:
+def _loaders(images: OpenedData[Any, Any], features: RunFeatures) -> Iterator[Any]:
     """Yield a loader for each view of the training images, and a loader for the split that selects the best epoch."""
-    for view in range(features.views):
+    for view in range(features.train.views):
         loader = images.train_loader(wrap=features.training)
         sampler: Any = loader.sampler
         sampler.set_epoch(view)
         yield loader
-    yield images.eval_loader(images.best_split, wrap=features.evaluation)
+    if features.evaluated is not None:
+        yield images.eval_loader(images.best_split, wrap=features.evaluation)

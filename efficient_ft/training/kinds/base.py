@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NotRequired, TypedDict
+from typing import Any, NamedTuple, NotRequired, TypedDict, cast
 
+import numpy as np
 import torch
 from PIL import Image
 from torch import nn
@@ -26,8 +27,11 @@ from efficient_ft.data.sources import DataSource
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
+from efficient_ft.record.class_results import ClassResults, LabelResults, class_results
+from efficient_ft.record.predictions import SamplePredictions
 from efficient_ft.record.results import CorrectSamples, correct_samples
-from efficient_ft.task import Scores, Task, moved
+from efficient_ft.task import Inputs, Scores, Task, moved
+from efficient_ft.task.class_metrics import reliability
 from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.trainer import use_channels_last
 
@@ -46,15 +50,23 @@ class Evaluated(TypedDict):
     Attributes:
         accuracy: the metric of the task for each split.
         scores: all metrics for each split, if the task has several metrics.
+        classes: the results of each class for each split, if samples have classes.
+        labels: the results of each label for each split, if samples have any number of labels.
+        samples: for each split, the predictions of single samples (`record.predictions`).
         correct: for each split, the samples that are predicted correctly. Metrics that do not keep the predictions of
             single samples have no entry.
         tasks: mapping from data sets to the metric of each split, if there are several data sets.
+        each: the complete result of each data set, if there are several data sets.
     """
 
     accuracy: dict[str, float]
     scores: NotRequired[dict[str, dict[str, Any]]]
+    classes: NotRequired[dict[str, ClassResults]]
+    labels: NotRequired[dict[str, LabelResults]]
+    samples: NotRequired[dict[str, SamplePredictions]]
     correct: NotRequired[dict[str, CorrectSamples]]
     tasks: NotRequired[dict[str, dict[str, float]]]
+    each: NotRequired[dict[str, Evaluated]]
 
 
 class Sample(NamedTuple):
@@ -184,6 +196,10 @@ class Kind(ABC):
         """Return the task with the settings of the configuration."""
         return self.task
 
+    def task_on(self, config: Config, data: RunData, notes: Mapping[str, Any] = {}) -> Task:
+        """Return the task with values that depend on the data, or on the metadata of model.safetensors (`notes`)."""
+        return self.task_of(config)
+
     def supports(self, what: str) -> bool:
         """Return True unless `rules.unsupported` contains `what`."""
         return what not in self.rules.unsupported
@@ -212,7 +228,12 @@ class Kind(ABC):
         """
 
     def check_settings(self, config: Config) -> Config:
-        """Return the configuration that ``efficient-ft check`` uses to find all unusable samples."""
+        """Return the configuration that ``efficient-ft check`` uses to find all unusable samples.
+
+        A label file is read with the value of ``data.on_corrupt``, which also applies to its rows.
+        """
+        if config.data.name == "labels":
+            return config
         return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
 
     def classes(self, config: Config) -> int | dict[str, int]:
@@ -247,6 +268,14 @@ class Kind(ABC):
         """Return a model configuration that does not depend on local files."""
         return config.model
 
+    def companions(self, config: Config, network: nn.Module, data: RunData) -> dict[str, str]:
+        """Return the contents of files that other libraries need to load model.safetensors, by file name.
+
+        The files are written to the same folder if the weights alone define the network. By default, there are no such
+        files.
+        """
+        return {}
+
     def notes(self, config: Config, data: RunData) -> dict[str, Any]:
         """Return metadata about the data for model.safetensors.
 
@@ -262,29 +291,49 @@ class Kind(ABC):
     def check_notes(self, notes: Mapping[str, Any], classes: int) -> None:  # noqa: B027 (optional)
         """Raise ValueError if the validated metadata of model.safetensors do not match this kind of task."""
 
-    def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
+    def evaluate(
+        self,
+        config: Config,
+        model: nn.Module,
+        data: RunData,
+        device: torch.device,
+        notes: Mapping[str, Any] = {},
+    ) -> Evaluated:
         """Evaluate a network on every split except the training split. The network is moved to `device`.
 
-        `config` determines the precision and the maximum number of batches.
+        `config` determines the precision and the maximum number of batches. `notes` are the metadata of the network.
 
         Raises:
             UserError: If an output is not finite.
         """
-        task, part, options = self.task_of(config), only(data), config.trainer
+        task, part, options = self.task_on(config, data, notes), only(data), config.trainer
         if use_channels_last(config, device):  # the same memory format as in training
             model.to(memory_format=torch.channels_last)
         classes, limit = part.num_classes, options.limit_eval_batches
+        loaders = {split: part.eval_loader(split) for split in ("val", "test") if split in part.splits}
         each = {
-            split: scores(task, model, part.eval_loader(split), classes, device, options.precision, limit)
-            for split in ("val", "test")
-            if split in part.splits
+            split: scores(task, model, loader, classes, device, options.precision, limit)
+            for split, loader in loaders.items()
         }
         metrics = {split: of.compute() for split, of in each.items()}
         found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in metrics.items()}}
         further = {split: self.further_scores(of, part.class_names) for split, of in metrics.items()}
         if any(further.values()):
             found["scores"] = further
-        if correct := {split: one for split, of in each.items() if (one := of.correct()) is not None}:
+        outcomes = {split: kept for split, of in each.items() if (kept := of.outcomes()) is not None}
+        if outcomes:
+            found["classes"] = {
+                split: class_results(one.targets, one.predicted, classes, reliability(one.confidence, one.right))
+                for split, one in outcomes.items()
+            }
+        if labels := {split: results for split, of in each.items() if (results := of.labels()) is not None}:
+            found["labels"] = cast("dict[str, LabelResults]", labels)
+        if samples := {split: arrays for split, of in each.items() if (arrays := of.samples())}:
+            orders = {split: np.array([index for _, index in loaders[split].sampler]) for split in samples}
+            found["samples"] = {
+                split: {"index": orders[split][: len(one["predicted"])], **one} for split, one in samples.items()
+            }
+        if correct := {split: right for split, of in each.items() if (right := of.correct()) is not None}:
             found["correct"] = {split: correct_samples(one.tolist()) for split, one in correct.items()}
         return found
 
@@ -309,6 +358,14 @@ class Kind(ABC):
         Raises:
             UserError: If a file does not exist, cannot be read, or has the wrong format.
         """
+
+    def file_batches(self, trained: Trained, files: Sequence[Path], count: int, size: int) -> Iterator[Inputs]:
+        """Yield the network inputs of `count` evenly spaced samples of the given files, in batches of at most `size`.
+
+        ``efficient-ft export --check FILE...`` compares the exported network with the run on these inputs. By default,
+        a kind does not support this option.
+        """
+        raise UserError(f"--check does not support files for task={self.rules.name}. Remove the option.")
 
     def largest_batch(self, data: RunData) -> int | None:
         """Return the maximum number of samples in a training batch, or None if the number is not limited."""

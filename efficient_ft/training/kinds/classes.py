@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,11 @@ from efficient_ft.training.output import export
 _CONFUSIONS = 5
 #: Maximum number of samples of each data set that are logged.
 SAMPLES = 8
+
+
+def evenly_spaced(total: int, count: int) -> list[int]:
+    """Return at most `count` distinct indices from 0 to `total` − 1 that include the first and the last index."""
+    return sorted({round(k * (total - 1) / max(count - 1, 1)) for k in range(count)})
 
 
 @torch.inference_mode()
@@ -61,6 +67,12 @@ class ClassKind(Kind):
             )
         return ClassPredictions(self, trained, self.items(trained, options), options)
 
+    def file_batches(self, trained: Trained, files: Sequence[Path], count: int, size: int) -> Iterator[Inputs]:
+        items = self.items(trained, PredictOptions(Path(), files))
+        chosen = [items[k] for k in evenly_spaced(len(items), count)]
+        for start in range(0, len(chosen), size):
+            yield self.inputs(trained, [item.value for item in chosen[start : start + size]])
+
     def heading(self, item: Item) -> str:
         """Return the line that is shown above the predicted classes of a sample."""
         return item.shown
@@ -68,8 +80,7 @@ class ClassKind(Kind):
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
         """Return evenly spaced samples of the split that selects the best epoch, with their predictions."""
         dataset: Any = data.eval_loader(data.best_split).dataset
-        last = len(dataset) - 1
-        chosen = sorted({round(k * last / max(SAMPLES - 1, 1)) for k in range(SAMPLES)})
+        chosen = evenly_spaced(len(dataset), SAMPLES)
         inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
         rows = probabilities(self.task, trained.model.to(device), inputs)
         found = []

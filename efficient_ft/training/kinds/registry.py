@@ -23,7 +23,7 @@ from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Kind
 
 #: The modules of this package that register a kind.
-_OWN = ("classification", "segmentation", "text")
+_OWN = ("classification", "segmentation", "text", "multilabel", "regression")
 
 _registered: dict[str, Kind] = {}
 

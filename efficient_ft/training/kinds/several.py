@@ -52,13 +52,24 @@ class SeveralDataSets(Kind):
     def random_network(self, model: ModelConfig, classes: int | Mapping[str, int]) -> nn.Module:
         return self._kind.random_network(model, classes)
 
-    def evaluate(self, config: Config, model: nn.Module, data: RunData, device: torch.device) -> Evaluated:
-        switch, found = tasks_of(model), {}
+    def portable(self, config: Config, network: nn.Module) -> ModelConfig:
+        return self._kind.portable(config, network)
+
+    def evaluate(
+        self,
+        config: Config,
+        model: nn.Module,
+        data: RunData,
+        device: torch.device,
+        notes: Mapping[str, Any] = {},
+    ) -> Evaluated:
+        switch, each = tasks_of(model), {}
         assert switch is not None, "a network for several data sets must have one classifier for each data set"
         for name, part in data.parts.items():
             switch.active = name
-            found[name] = self._kind.evaluate(config, model, part, device)["accuracy"]
-        return {"accuracy": mean_accuracies(found), "tasks": found}
+            each[name] = self._kind.evaluate(config, model, part, device, notes)
+        found = {name: one["accuracy"] for name, one in each.items()}
+        return {"accuracy": mean_accuracies(found), "tasks": found, "each": each}
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
         return self._kind.samples(trained, data, device)

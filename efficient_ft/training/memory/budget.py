@@ -37,6 +37,7 @@ from efficient_ft.methods.declarations import Axis
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import tensors_of
+from efficient_ft.training.callbacks.ema import RunOptimizer
 from efficient_ft.training.costs import step_spec
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
@@ -44,7 +45,6 @@ from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.memory.libraries import LibrarySizes, compiler_bytes, libraries
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
-from efficient_ft.training.optimizer import build_optimizer
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.output.console import say
 from efficient_ft.training.processes import world_size
@@ -73,7 +73,7 @@ class Predictor:
         self, config: Config, images: RunData | None, base_bytes: int, device: torch.device, folder: Path | None = None
     ) -> None:
         self._images, self.base_bytes, self._device = images, base_bytes, device
-        self._resumed = folder is not None and config.resume == "auto" and checkpoint.exists(folder / checkpoint.NAME)
+        self.resumed = folder is not None and config.resume == "auto" and checkpoint.exists(folder / checkpoint.NAME)
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
@@ -162,20 +162,21 @@ class Predictor:
             inspection_bytes=self._inspection,
             pretrained=config.model.pretrained or config.model.weights is not None,
             copies=int(_copies_prefix(config) or any(m.warmup_steps for m in build_methods(config))),
-            resumed=self._resumed,
+            resumed=self.resumed,
             autocast=config.trainer.precision != "fp32",
         )
 
     def _step(self, config: Config) -> dict[str, Any]:
         network, (batch, _) = self.network(config), _samples(config, self._images)
+        build = RunOptimizer(config)
         counted = executed(
             network,
             methods=build_methods(config),
-            build_optimizer=lambda model: build_optimizer(model, config.optim, config.trainer.precision),
+            build_optimizer=build,
             **vars(replace(step_spec(config), batch_size=batch)),
         )
         gradients = accumulated_gradients(network, config.trainer.grad_accum_steps)
-        optimizer = counted.optimizer_bytes or 0
+        optimizer = (counted.optimizer_bytes or 0) + build.average_bytes
         return {
             "model_bytes": counted.model_bytes,
             "batch_bytes": counted.batch_bytes,
@@ -217,10 +218,31 @@ def _samples(config: Config, images: RunData | None) -> tuple[int, int]:
     return min(train, part.splits["train"]), min(evaluated, max(others, default=evaluated))
 
 
-def require_within_budget(config: Config, images: RunData, folder: Path | None) -> Prediction | None:
+def measured_predictor(config: Config, images: RunData, folder: Path | None) -> Predictor:
+    """Load the libraries of a run, measure the memory of this process, and return a predictor for the run."""
+    device = on_device(config)
+    on_cpu = device.type != "cuda"
+    predictor = Predictor(config, images, 0, device, folder)
+    if on_cpu:
+        release_library_pages()  # without this call, counting a small network would set the peak memory of the run
+    predictor.demand(config)  # loads libraries, so that `base_bytes` includes their memory
+    predictor.forget()
+    if on_cpu:
+        names = libraries(config.optim.state_bits, build_methods(config))
+        LibrarySizes()(names)  # loads optional libraries
+        release_freed_memory()
+        release_library_pages()
+        predictor.base_bytes = resident_bytes() + compiler_bytes(names)
+    return predictor
+
+
+def require_within_budget(
+    config: Config, images: RunData, folder: Path | None, predictor: Predictor | None = None
+) -> Prediction | None:
     """Predict the memory of a run, and raise UserError if the prediction exceeds the budget.
 
-    Call this function before any files are written. `folder` is None for a run that does not train.
+    Call this function before any files are written. `folder` is None for a run that does not train. `predictor` is the
+    result of `measured_predictor`, or None to create a predictor.
 
     Returns:
         The prediction, or None for a run without a budget.
@@ -240,17 +262,7 @@ def require_within_budget(config: Config, images: RunData, folder: Path | None) 
             f" budget is reduced to {format_bytes(limit)}."
         )
         budget = limit
-    predictor = Predictor(config, images, 0, device, folder)
-    if on_cpu:
-        release_library_pages()  # without this call, counting a small network would set the peak memory of the run
-    predictor.demand(config)  # loads libraries, so that `base_bytes` includes their memory
-    predictor.forget()
-    if on_cpu:
-        names = libraries(config.optim.state_bits, build_methods(config))
-        LibrarySizes()(names)  # loads optional libraries
-        release_freed_memory()
-        release_library_pages()
-        predictor.base_bytes = resident_bytes() + compiler_bytes(names)
+    predictor = predictor or measured_predictor(config, images, folder)
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
         own = format_bytes(predicted.base_bytes)

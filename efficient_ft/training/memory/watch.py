@@ -100,11 +100,13 @@ def stop_from_now_on(config: Config) -> None:
 
 
 def _passed(config: Config, size: int, how: str) -> UserError:
+    again = "the same command continues from the last checkpoint"
+    if config.data.automatic:
+        again = "data.batch_size=auto starts a new run, because the budget determines the batch size"
     return UserError(
         f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): the run was stopped, because"
-        f" {format_bytes(size)} of memory was {how}. With a larger memory budget, the same command continues from the"
-        f" last checkpoint. To find recipes that need less memory, run efficient-ft plan with the same model, data,"
-        f" and memory={config.memory}."
+        f" {format_bytes(size)} of memory was {how}. With a larger memory budget, {again}. To find recipes that need"
+        f" less memory, run efficient-ft plan with the same model, data, and memory={config.memory}."
     )
 
 

@@ -9,10 +9,18 @@ from typing import Any
 
 from lightning.pytorch.utilities import rank_zero_only
 
-from efficient_ft.core.format import format_bytes, format_number, format_percent, format_ratio, format_seconds
+from efficient_ft.core.format import (
+    format_bytes,
+    format_metric,
+    format_number,
+    format_percent,
+    format_ratio,
+    format_seconds,
+)
 from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.text import spelled, table
 from efficient_ft.task import TASKS
+from efficient_ft.training.output.class_table import class_lines, class_names
 
 
 def rank() -> int:
@@ -52,11 +60,17 @@ _COSTS = (
     ("measured", "peak_bytes", "peak memory (batch size {batch})", format_bytes),
     ("executed", "model_bytes", "weights and buffers", format_bytes),
     ("executed", "optimizer_bytes", "optimizer state", format_bytes),
+    ("executed", "ema_bytes", "averaged weights", format_bytes),
     ("measured", "step_seconds", "step time (median)", format_seconds),
 )
 
 
 def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
+    """Return the table of `cost_rows` as text."""
+    return table(cost_rows(cost, method, batch, sample))
+
+
+def cost_rows(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> list[list[str]]:
     """Return a table of FLOPs, saved bytes, peak memory and step time, with columns for the baseline and the ratio.
 
     `cost` is a `record.results.CostReport`. `method` is the header of the column with the costs of the run. `sample` is
@@ -74,10 +88,15 @@ def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "ima
         if baseline and baseline[group].get(key):
             row += [form(baseline[group][key]), format_ratio(value / baseline[group][key])]
         rows.append(row)
-    return table(rows)
+    return rows
 
 
 def memory_table(memory: dict[str, Any], batch: int) -> str:
+    """Return the table of `memory_rows` as text."""
+    return table(memory_rows(memory, batch))
+
+
+def memory_rows(memory: dict[str, Any], batch: int) -> list[list[str]]:
     """Return a table of the process memory before and during training, and of the tensors in a training step."""
     growth, counted, device = memory["growth_bytes"], memory["counted_bytes"], memory["device"]
     rows = [
@@ -88,10 +107,11 @@ def memory_table(memory: dict[str, Any], batch: int) -> str:
     if device:
         rows.append(["peak memory of all tensors on the GPU", format_bytes(device["allocated_bytes"])])
         rows.append(["peak reserved memory on the GPU", format_bytes(device["reserved_bytes"])])
-    rows.append([f"used by training (batch size {batch})", format_bytes(growth)])
+    used = format_bytes(growth) if growth > 0 else "no increase"
+    rows.append([f"used by training (batch size {batch})", used])
     if counted:
         rows.append(["tensors of a training step", format_bytes(counted)])
-    return table(rows)
+    return rows
 
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
@@ -104,6 +124,8 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
     batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
+    if stopped := results.get("stopped"):
+        chosen += "\n(training stopped after epoch {epoch} of {epochs}: trainer.patience={patience})".format(**stopped)
     trained, total = results["trainable_parameters"], results["total_parameters"]
     share = f"{'all' if trained == total else f'{format_number(trained)} of'} {format_number(total)}"
     lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters were trained"]
@@ -119,6 +141,7 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         "",
         table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,
         "",
+        *(["\n".join(classes), ""] if (classes := _class_lines(results["data"], sample)) else []),
         cost_table(results["cost"], method, batch, sample),
         "",
         *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
@@ -126,6 +149,11 @@ def results_text(results: dict[str, Any], folder: Path) -> str:
         f" the {'epoch with the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
+
+
+def _class_lines(data: dict[str, Any], sample: str) -> list[str]:
+    """Return the lines of `class_lines`, or an empty list for results without class results."""
+    return class_lines(data, class_names(data), sample) if "classes" in data else []
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:
@@ -139,15 +167,31 @@ def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: st
 def _accuracy_rows(accuracy: dict[str, Any], data: dict[str, Any], published: float | None) -> list[list[str]]:
     """Return table rows with the best, last and published accuracies and the test accuracy of the best weights."""
     tasks, split = accuracy.get("tasks", {}), accuracy["split"]
-    rows = [[spelled(accuracy.get("metric", "accuracy")), "best", "last"]]
-    rows += [[f"{task}, {split}", format_percent(of["best"]), format_percent(of["last"])] for task, of in tasks.items()]
-    best, last = map(format_percent, (accuracy["best"], accuracy["last"]))
+    metric = accuracy.get("metric", "accuracy")
+    rows = [[spelled(metric), "best", "last"]]
+    rows += [
+        [f"{task}, {split}", format_metric(of["best"], metric), format_metric(of["last"], metric)]
+        for task, of in tasks.items()
+    ]
+    best, last = (format_metric(accuracy[key], metric) for key in ("best", "last"))
     rows.append([f"{'mean, ' if tasks else ''}{split}", best, last])
     tested = data["accuracy"].get("test")
     if split != "test" and tested is not None:
         each = data.get("tasks", {})
-        rows += [[f"{task}, test", format_percent(of["accuracy"]["test"]), ""] for task, of in each.items()]
-        rows.append([f"{'mean, ' if tasks else ''}test", format_percent(tested), ""])
+        rows += [[f"{task}, test", format_metric(of["accuracy"]["test"], metric), ""] for task, of in each.items()]
+        rows.append([f"{'mean, ' if tasks else ''}test", format_metric(tested, metric), ""])
+    rows += _further_rows(data.get("scores", {}))
     if published is not None:
-        rows.append(["published", format_percent(published), ""])
+        rows.append(["published", format_metric(published, metric), ""])
+    return rows
+
+
+def _further_rows(scores: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Return rows with F1 or with errors on the test images, or on the validation images without test images."""
+    split = "test" if "test" in scores else next(iter(scores), "")
+    rows = []
+    for name, value in scores.get(split, {}).items():
+        if name.startswith(("f1_", "mae", "rmse")):
+            shown = format_percent(value) if name.startswith("f1_") else f"{value:.4g}"
+            rows.append([f"{split} {spelled(name)}", shown, ""])
     return rows

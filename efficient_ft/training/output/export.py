@@ -56,6 +56,7 @@ def save(
     about = {
         "architecture": model.name,
         **({} if model.encoder is None else {"encoder": model.encoder}),
+        **({} if model.library is None else {"library": model.library}),
         "model_kwargs": model.kwargs,
         "class_names": class_names,
         "image_size": list(input.size),  # for texts, this list contains only the number of tokens
@@ -118,14 +119,12 @@ def load(run: Path, task: str | None = None) -> Trained:
     file = run / NAME if run.is_dir() else run
     metadata = _metadata(run, file)
     about = _checked(file, metadata)
-    try:
-        tokenizer = Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
-    except Exception as error:  # the tokenizers library raises errors of the class Exception
-        raise _altered(file, f"the entry {TOKENIZER} cannot be read ({first_line(error)})") from error
+    tokenizer = _tokenizer(file, about)
     size = tuple(about.image_size)
     height, width = size[0], size[-1]
     config = ModelConfig(
         name=about.architecture,
+        library=about.library,
         encoder=about.encoder,
         pretrained=False,
         weights=str(file),
@@ -156,18 +155,52 @@ def load(run: Path, task: str | None = None) -> Trained:
     switch = tasks_of(model)
     if switch is not None:
         switch.active = task or switch.active
-        names = tasks[switch.active]
     for parameter in model.parameters():
         parameter.requires_grad_(False)
+    return _trained(model, metadata, about, tokenizer, tasks, "" if switch is None else switch.active)
+
+
+def described(file: Path, metadata: dict[str, str], model: nn.Module) -> Trained:
+    """Describe the network `model` of an exported file, whose metadata are those of model.safetensors for one task.
+
+    Raises:
+        UserError: If the metadata are damaged.
+    """
+    about = _checked(file, metadata)
+    if isinstance(about.class_names, dict):
+        raise _altered(file, "its class_names must be a list")
+    return _trained(model, metadata, about, _tokenizer(file, about), {}, "")
+
+
+def _trained(
+    model: nn.Module,
+    metadata: dict[str, str],
+    about: _About,
+    tokenizer: Tokenizer | None,
+    tasks: dict[str, list[str]],
+    active: str,
+) -> Trained:
     return Trained(
         model=model.eval(),
-        class_names=names,
-        input=InputSpec(size, tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
+        class_names=tasks[active] if active else list(about.class_names),
+        input=InputSpec(tuple(about.image_size), tuple(about.mean), tuple(about.std), about.interpolation, tokenizer),
         notes={k: v for k, v in metadata.items() if k not in _READ},
         tasks=tasks,
         task=about.task,
-        decoding=Decoding(**about.decoding.get(switch.active if switch is not None else "", _Decoding()).model_dump()),
+        decoding=Decoding(**about.decoding.get(active, _Decoding()).model_dump()),
     )
+
+
+def _tokenizer(file: Path, about: _About) -> Tokenizer | None:
+    try:
+        return Tokenizer.loads(about.tokenizer) if about.tokenizer is not None else None
+    except Exception as error:  # the tokenizers library raises errors of the class Exception
+        raise _altered(file, f"the entry {TOKENIZER} cannot be read ({first_line(error)})") from error
+
+
+def metadata_of(run: Path) -> dict[str, str]:
+    """Return the metadata of the file model.safetensors of a run. Raise UserError if the file cannot be used."""
+    return _metadata(run, run / NAME if run.is_dir() else run)
 
 
 def _metadata(run: Path, file: Path) -> dict[str, str]:
@@ -187,7 +220,7 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
 
 
 #: Keys of the metadata that `Trained.notes` does not contain.
-_READ = ("format", "architecture", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
+_READ = ("format", "architecture", "library", "encoder", "model_kwargs", "class_names", "image_size", "mean", "std",
          "interpolation", "added", "decoding", TOKENIZER)  # fmt: skip
 
 
@@ -213,6 +246,7 @@ class _About(BaseModel):
     model_config = ConfigDict(protected_namespaces=())
 
     architecture: str
+    library: Literal["transformers"] | None = None
     encoder: str | None = None
     model_kwargs: Json[dict[str, Any]]
     class_names: Json[_Names | Annotated[dict[str, _Names], Field(min_length=1)]]
@@ -227,6 +261,9 @@ class _About(BaseModel):
     class_ids: Json[list[Annotated[int, Field(ge=0, le=65535)]]] | None = None
     class_colors: Json[list[tuple[_Channel, _Channel, _Channel]]] | None = None
     columns: Json[Literal[1, 2]] | None = None
+    thresholds: Json[list[float]] | None = None
+    target_mean: Json[list[float]] | None = None
+    target_std: Json[list[float]] | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> _About:

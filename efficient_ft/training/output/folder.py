@@ -21,7 +21,7 @@ from efficient_ft.core.files import refuse_link, remove_temporary
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.contents import Contents
-from efficient_ft.record import config_file, results, step_stats
+from efficient_ft.record import config_file, predictions, results, step_stats
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import flatten
@@ -40,7 +40,8 @@ RECORD, LOGS = ".hydra", ("train.log",)
 #: Names of files that exist only if a run was started in the folder.
 _TRACES = (results.NAME, config_file.NAME, checkpoint.NAME, export.NAME, "metrics.jsonl")
 #: Names of the files that a run writes. If a folder has one of these names, the run is rejected before training.
-_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, precision.NAME, f"{checkpoint.NAME}.prev")
+_FILES = (*_TRACES, "metrics.csv", checkpoint.RUN_ID, IMAGES, CONTENTS, precision.NAME, f"{checkpoint.NAME}.prev",
+          predictions.NAME)  # fmt: skip
 #: Files and folders to which a run appends. Links with these names are rejected. Other files replace links.
 _APPENDED = ("metrics.jsonl", step_stats.NAME, "tensorboard", "wandb")
 

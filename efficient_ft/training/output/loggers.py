@@ -15,7 +15,11 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.terminal import shown_path, unbroken
 from efficient_ft.record.results import final_accuracy, flatten
 from efficient_ft.training.kinds.base import Sample
+from efficient_ft.training.output.class_table import class_names, final_split, matrix_picture, matrix_rows
 from efficient_ft.training.output.console import say
+
+#: Caption of the picture of a confusion matrix.
+_MATRIX = "{}: rows are true classes, columns are predicted classes"
 
 
 def start_loggers(config: Config, folder: Path, run_id: str, arguments: Sequence[str] = ()) -> list[Logger]:
@@ -112,7 +116,8 @@ def define_metrics(experiment: Any) -> None:
     """Define the wandb summary of each metric: the highest accuracy, the lowest loss, or otherwise the last value."""
     for split in ("val", "test"):
         experiment.define_metric(f"{split}_accuracy*", summary="max")
-        experiment.define_metric(f"{split}_mean_iou", summary="max")
+        for name in ("mean_iou", "balanced_accuracy", "macro_f1", "mean_average_precision", "r2"):
+            experiment.define_metric(f"{split}_{name}", summary="max")
         experiment.define_metric(f"{split}_loss*", summary="min")
     for name in ("train_loss", "flops", "seconds", "images", "joules"):
         experiment.define_metric(name, summary="last")
@@ -122,6 +127,8 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values by which runs are compared: accuracies (including the published accuracy), costs and totals."""
     keys = ("accuracy", "cost", "memory", "totals", "trainable_parameters", "total_parameters")
     summary = flatten({key: results[key] for key in keys if key in results})
+    for split, scores in results["data"].get("scores", {}).items():
+        summary |= {f"{split}.{name}": value for name, value in scores.items() if isinstance(value, int | float)}
     summary["accuracy.final"] = final_accuracy(results["accuracy"])
     published = results["config"].get("published")
     if published is not None:
@@ -131,24 +138,38 @@ def summary_of(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_summary(
-    loggers: Sequence[Logger], results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample] = ()
+    loggers: Sequence[Logger],
+    results: Mapping[str, Any],
+    text: str,
+    step: int,
+    samples: Mapping[str, Sequence[Sample]] = {},
 ) -> None:
     """Write the results of a run and the final summary `text` to the loggers, and close the loggers.
 
     The accuracy, the costs and the totals are written to the summary of wandb and to TensorBoard's table of
-    hyperparameters. Both loggers receive samples with predictions. TensorBoard also receives the text.
+    hyperparameters. Both loggers receive the `samples` of each selection with their predictions, and a picture of the
+    confusion matrix. wandb also receives the confusion matrix as a table, and TensorBoard also receives the text.
     """
     for logger in loggers:
         experiment: Any = getattr(logger, "experiment", None)
         if hasattr(experiment, "summary"):
             import wandb
 
-            images = [wandb.Image(one.image, caption=one.caption) for one in samples if one.image is not None]
-            texts = [[one.text, one.caption] for one in samples if one.image is None]
-            if images:
-                experiment.log({"samples": images})
-            if texts:
-                experiment.log({"samples": wandb.Table(columns=["text", "classes"], data=texts)})
+            media: dict[str, Any] = {}
+            for selection, chosen in samples.items():
+                images = [wandb.Image(one.image, caption=one.caption) for one in chosen if one.image is not None]
+                texts = [[one.text, one.caption] for one in chosen if one.image is None]
+                if images:
+                    media[selection] = images
+                if texts:
+                    media[selection] = wandb.Table(columns=["text", "classes"], data=texts)
+            if (split := final_split(results["data"])) is not None:
+                of_split, names = results["data"]["classes"][split], class_names(results["data"])
+                columns: list[str | int] = ["true class", "predicted class", f"{split} samples"]
+                media["confusion_matrix"] = wandb.Image(matrix_picture(of_split), caption=_MATRIX.format(split))
+                media["confusions"] = wandb.Table(columns=columns, data=matrix_rows(of_split, names))
+            if media:
+                experiment.log(media)
             experiment.summary.update(summary_of(results))
             if experiment.offline:
                 command = f"wandb sync {shown_path(experiment.settings.sync_dir)}"
@@ -158,15 +179,20 @@ def write_summary(
     close_loggers(loggers, failed=False)
 
 
-def _write_board(board: Any, results: Mapping[str, Any], text: str, step: int, samples: Sequence[Sample]) -> None:
-    writer, texts = board.experiment, []
-    for number, one in enumerate(samples):
-        if one.image is None:
-            texts.append(f"- {one.text}: **{one.caption}**")
-        else:
-            writer.add_image(f"samples/{number}: {one.caption}", np.asarray(one.image), step, dataformats="HWC")
-    if texts:
-        writer.add_text("samples", "\n".join(texts), step)
+def _write_board(
+    board: Any, results: Mapping[str, Any], text: str, step: int, samples: Mapping[str, Sequence[Sample]]
+) -> None:
+    writer = board.experiment
+    for selection, chosen in samples.items():
+        for number, one in enumerate(chosen):
+            if one.image is not None:
+                tag = f"{selection}/{number}: {one.caption}"
+                writer.add_image(tag, np.asarray(one.image), step, dataformats="HWC")
+        if texts := [f"- {one.text}: **{one.caption}**" for one in chosen if one.image is None]:
+            writer.add_text(selection, "\n".join(texts), step)
+    if (split := final_split(results["data"])) is not None:
+        picture = np.asarray(matrix_picture(results["data"]["classes"][split]))
+        writer.add_image(f"confusion_matrix/{_MATRIX.format(split)}", picture, step, dataformats="HWC")
     writer.add_text("results", "\n".join(f"    {line}" for line in text.splitlines()), step)
     numbers = {name: value for name, value in summary_of(results).items() if isinstance(value, int | float)}
     board.log_hyperparams(flatten(results["config"]), numbers)

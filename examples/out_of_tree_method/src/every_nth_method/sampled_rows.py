@@ -96,7 +96,7 @@ class SampledRows(Method):
             elif foreign_forward(layer.module) is not None:
                 skipped[layer.name] = Skipped(Reason.OTHER_FORM, "the forward method of the layer has been replaced")
             elif is_skipped(layer.name, self.skip):
-                skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact (method.{self.name}.skip)")
+                skipped[layer.name] = Skipped(Reason.NOT_CHOSEN, f"left exact ({self.full_name('skip')})")
             else:
                 chosen[layer.name] = layer.module
         for module in chosen.values():

@@ -32,7 +32,7 @@ from efficient_ft.training.kinds.registry import register
 class Regression(Task):
     """Regression task with logits of shape (B, 1), the mean squared error and the explained variance."""
 
-    name, metric, item = "regression", "r2", "image"
+    name, metric, item = "brightness", "r2", "image"
     _dimensions, _shape = 2, "(images, 1)"
 
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
@@ -90,7 +90,7 @@ class Errors(Scores):
 class NumberData(ImageData):
     """Images with one number each."""
 
-    task = "regression"
+    task = "brightness"
 
     def _split(self, listing: Listing) -> dict[str, Samples]:
         return self._choose_splits(splits_of(listing), _hold_out)
@@ -149,11 +149,11 @@ class NumberPredictions(Predictions):
             yield Prediction(item.shown, [("number", f"{number:.3f}")], {"number": number}, [str(item.value), number])
 
 
-class RegressionKind(Kind):
+class BrightnessKind(Kind):
     """Regression of one number per image."""
 
     rules = KindRules(
-        "regression", ("numbers",), data_words=("with a number for each image", "Choose data=numbers."),
+        "brightness", ("numbers",), data_words=("with a number for each image", "Choose data=numbers."),
         unsupported={"tasks": None},
     )  # fmt: skip
     task = Regression()
@@ -170,4 +170,4 @@ class RegressionKind(Kind):
         return NumberPredictions(trained, options)
 
 
-regression = register(RegressionKind())
+brightness = register(BrightnessKind())
