@@ -60,9 +60,11 @@ def test_a_study(root: Path, tmp_path: Path, task: str, label: Any) -> None:
     about |= {"tune": {"setting": "optim.lr", "values": [1e-3], "seed": 0}, "rows": {"head": ["method=head"]}}
     (tmp_path / "study").mkdir()
     (tmp_path / "study/study.yaml").write_text(yaml.safe_dump(about))
+    # A narrow terminal breaks the header of a column into several lines.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
     done = subprocess.run(
         [sys.executable, REPOSITORY / "train.py", "study", "study"],
-        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     records = Records(tmp_path / "study")
