@@ -24,7 +24,7 @@ def main() -> int:
     """Return the exit status: 1 if `--check` finds a stale file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; print a diff and exit with 1 if stale")
-    records = ("counts", "adapters", "published", "costs", "lost")
+    records = ("counts", "adapters", "published", "costs", "prior")
     parser.add_argument("--record", choices=records, help="count what no benchmark measures (minutes), and write it")
     options = parser.parse_args()
     if options.record:

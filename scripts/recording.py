@@ -218,25 +218,48 @@ def _write(name: str, record: Any) -> Path:
     return file
 
 
-def _points_lost() -> dict[str, dict[str, float]]:
-    """Return by row and by study: points of mean test accuracy below the row ``full`` over the same seeds."""
+def prior() -> list[dict[str, Any]]:
+    """Return one entry for each finished row of each study (`efficient_ft.planning.prior.Studied`)."""
+    from efficient_ft.cli.hydra.compose import configured
+    from efficient_ft.models import factory
+    from efficient_ft.planning.prior import Studied, network_kind
     from efficient_ft.record.study import Records, test_accuracy
 
-    lost: dict[str, dict[str, float]] = {}
+    entries = []
     for folder in sorted((ROOT / "results").iterdir()):
         of = Records(folder)
-        base = {run["seed"]: test_accuracy(run) for run in of.finished("full")}
-        for row in of.study.rows:
+        config = configured([*of.study.settings, "data.root=none", "model.pretrained=false"])
+        texts = config.data.text is not None
+        kind = network_kind(factory.random_model(config.model, 2))
+        size = None if texts else factory.input_of(config.model).size[0]
+        base = {run["seed"]: test_accuracy(run) for run in of.finished("full")} if "full" in of.study.rows else {}
+        for row, arguments in of.study.rows.items():
             runs = {run["seed"]: test_accuracy(run) for run in of.finished(row)}
             seeds = base.keys() & runs.keys()
-            if seeds:
-                difference = sum(base[seed] - runs[seed] for seed in seeds) / len(seeds)
-                lost.setdefault(row, {})[of.study.title] = round(difference, 1)
-    return dict(sorted(lost.items()))
+            if not runs:
+                continue
+            entry = Studied(
+                row=row,
+                study=of.study.title,
+                folder=f"results/{folder.name}",
+                arguments=tuple(arguments),
+                model=config.model.name,
+                kind=kind,
+                image_size=size,
+                task=config.task,
+                pretrained="model=vit_digits" not in of.study.settings,
+                lr=of.best_value(row) if of.study.tune.setting == "optim.lr" else None,
+                accuracy=round(sum(runs.values()) / len(runs), 2),
+                points_lost=round(sum(base[s] - runs[s] for s in seeds) / len(seeds), 1) if seeds else None,
+                seeds=len(runs),
+            )
+            entries.append(asdict(entry))
+    return entries
 
 
-def record_lost() -> str:
-    """Write the losses of rows of finished studies relative to full fine-tuning, for plans; return the file's name."""
-    file = ROOT / "efficient_ft" / "planning" / "studies.json"
-    file.write_text(json.dumps(_points_lost(), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+def record_prior() -> str:
+    """Write the results of the finished studies for plans and searches; return the file's name."""
+    file = ROOT / "efficient_ft" / "planning" / "prior.json"
+    lines = ",\n".join(json.dumps(entry, ensure_ascii=False) for entry in prior())
+    file.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
     return str(file.relative_to(ROOT))

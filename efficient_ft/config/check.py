@@ -125,6 +125,9 @@ def _check_together(config: Config) -> None:
         if value != OptimConfig.model_fields[setting].default and optim.name not in owners:
             do = f"The setting applies only to optim={' or optim='.join(owners)}."
             raise SettingError(f"optim.{setting}", show(value), f"left out with optim={optim.name}", do)
+    if optim.decay_steps is not None and optim.schedule != "constant":
+        do = "The cosine schedule decreases the learning rate in all steps after the warm-up."
+        raise SettingError("optim.decay_steps", optim.decay_steps, f"null with optim.schedule={optim.schedule}", do)
     if isinstance(optim.class_weights, list | dict):
         check_values(optim.class_weights)
     if optim.in_backward:

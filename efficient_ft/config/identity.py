@@ -14,8 +14,8 @@ from efficient_ft.core.units import parse_bytes
 
 #: Settings for display, logging, measurement and loading, which do not change the result of a run.
 _NO_EFFECT: dict[str, Any] = {
-    **dict.fromkeys(("resume", "jobs", "job_timeout", "published", "evaluate", "cost_only", "cost"), True),
-    **dict.fromkeys(("step_stats", "logger", "allocator", "verbose", "memory"), True),
+    **dict.fromkeys(("resume", "pause_at", "jobs", "job_timeout", "published", "evaluate", "cost_only"), True),
+    **dict.fromkeys(("step_stats", "logger", "allocator", "verbose", "memory", "cost"), True),
     "trainer": {"progress", "accelerator", "strategy", "cache_folder", "cache_limit"},
 }
 _DATA_NO_EFFECT = {
@@ -41,8 +41,9 @@ def fingerprint(config: Config) -> str:
     for name in ("ema", "patience"):
         if getattr(config.trainer, name) is None:
             del what["trainer"][name]
-    if config.optim.class_weights is None:
-        del what["optim"]["class_weights"]
+    for name in ("class_weights", "decay_steps"):
+        if getattr(config.optim, name) is None:
+            del what["optim"][name]
     if config.model.library is None:
         del what["model"]["library"]
     if not config.trainer.compile:

@@ -216,12 +216,15 @@ class OptimConfig(Section):
     #: Decay rates of the two moments of Adam and AdamW. SGD does not use this setting.
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     schedule: Literal["cosine", "constant"] = "cosine"
+    #: Number of optimizer steps at the end of the run in which the learning rate of schedule=constant decreases
+    #: linearly to `min_lr_ratio`. If null, the learning rate does not decrease.
+    decay_steps: Count | None = None
     #: Number of warm-up steps, which must be less than the number of optimizer steps. If null, a quarter of the
     #: optimizer steps are warm-up steps, but at most 100.
     warmup_steps: Annotated[int, Field(ge=0)] | None = None
     #: Learning rate at the start of the warm-up, as a fraction of `lr`.
     warmup_start_factor: Annotated[float, Field(ge=0, le=1)] = 0.001
-    #: Learning rate at the end of the cosine schedule, as a fraction of `lr`.
+    #: Learning rate at the end of the cosine schedule or of `decay_steps`, as a fraction of `lr`.
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.01
     label_smoothing: Fraction = 0.1
     #: Weight of each class in the training loss: ``auto`` (inversely proportional to the number of training samples), a
@@ -362,6 +365,9 @@ class Config(Section):
     #: With ``auto``, an interrupted run continues, and the result of a finished run is shown. With ``never``, the run
     #: starts from the beginning.
     resume: Literal["auto", "never"] = "auto"
+    #: Number of optimizer steps after which the run evaluates the network, saves a checkpoint and stops. The same
+    #: command with a larger value or without this setting continues the run.
+    pause_at: Count | None = None
     #: Published accuracy of this run as a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Number of jobs of a sweep (-m) that run at the same time.

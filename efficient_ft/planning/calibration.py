@@ -16,7 +16,7 @@ from efficient_ft.core.files import open_file
 from efficient_ft.core.format import format_bytes, format_percent
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.text import paragraph, table
-from efficient_ft.planning.planner import Plan
+from efficient_ft.planning.plan import Plan
 from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 

@@ -24,8 +24,8 @@ class Candidate:
         added: exactness class of the methods that the plan adds to the user's methods, or None if the user named no
             methods.
         evidence: for each part of the recipe, the evidence that the updates are exact.
-        row: name of the row in studies.json that contains the loss of accuracy of the recipe without its memory method.
-            The name is None if the recipe was not studied.
+        row: name of the studied row (`planning.prior`) with the loss of accuracy of the recipe without its memory
+            method. The name is None if the recipe was not studied.
         in_backward: True if the optimizer steps inside the backward pass.
         state_bits: number of bits of the optimizer's moments.
         micro_batches: number of micro-batches with accumulated gradients.

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.counting import Counted
@@ -15,9 +12,6 @@ from efficient_ft.planning.counting import Counted
 CLOSE = 0.98
 #: Recipes whose step times differ by less than this factor count as equally fast.
 _TIE = 1.03
-#: JSON file with accuracy losses relative to full fine-tuning, in percentage points. The file maps each row to a dict
-#: from studies to losses. `scripts/docs.py --record lost` writes the file.
-_STUDIES = Path(__file__).with_name("studies.json")
 
 
 @dataclass(frozen=True)
@@ -97,20 +91,6 @@ class Excluded:
     process_bytes: int | None = None
     exactness: Exactness | None = None
     examined: bool = True
-
-
-@functools.cache
-def _lost() -> dict[str, dict[str, float]]:
-    found: dict[str, dict[str, float]] = json.loads(_STUDIES.read_text(encoding="utf-8"))
-    return found
-
-
-def points_lost(row: str | None) -> dict[str, float]:
-    """Return the losses of test accuracy relative to full fine-tuning, in percentage points, keyed by study.
-
-    A loss is negative if the recipe is better than full fine-tuning. The result is empty if there is no study.
-    """
-    return {} if row is None else dict(_lost().get(row, {}))
 
 
 def with_cosine(option: Option, cosine: float | None, whole: bool = True) -> Option:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import time as clock
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import psutil
 import torch
@@ -36,7 +35,9 @@ from efficient_ft.models import factory
 from efficient_ft.planning.candidates import SMALLEST, Candidate, candidates, split
 from efficient_ft.planning.closeness import Closeness
 from efficient_ft.planning.counting import Counter, RunPhases
-from efficient_ft.planning.options import Excluded, Option, points_lost, preference, recommend, with_cosine, with_front
+from efficient_ft.planning.options import Excluded, Option, preference, recommend, with_cosine, with_front
+from efficient_ft.planning.plan import Examined, Limits, Plan
+from efficient_ft.planning.prior import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import run_length
 from efficient_ft.training.kinds.registry import kind_of
@@ -55,102 +56,14 @@ _UNKNOWN_CLASSES = 1000
 #: Safety factors for the predicted growth and for the growth measured in a trial. The product of the growth and its
 #: factor must fit the budget.
 MARGIN, TRIAL_MARGIN = 1.12, 1.1
-#: Default planning time in seconds, and the fractions of this time for counting, timing and comparing gradients. The
-#: remaining time is for startup and trials.
-PLANNING = 60.0
+#: Fractions of the planning time for counting, timing and comparing gradients. The remaining time is for startup and
+#: trials.
 _COUNTING, _TIMING, _COMPARING = 0.4, 2 / 15, 2 / 15
 #: Maximum time of a timed step in seconds, for most recipes and for the recommended recipe. If a step would take
 #: longer, only a part of the batch is used.
 _STEP, _FINAL_STEP = 0.7, 4.0
 #: Maximum time of a trial in seconds, maximum time of a step in a trial, and maximum number of trials of a plan.
 _TRIAL, _TRIED_STEP, _TRIALS = 9.0, 4.0, 2
-
-
-@dataclass(frozen=True)
-class Limits:
-    """Limits of a plan.
-
-    Args:
-        memory_bytes: budget for the resident memory of the process or, on a GPU, for the memory reserved on the device.
-        seconds: budget for the training time in seconds. If None, there is no limit.
-        loss: maximum loss of test accuracy relative to full fine-tuning, in percentage points.
-        split_batch: True if the batch may be split into micro-batches with accumulated gradients.
-        planning_seconds: time in seconds after which no further recipe is examined, except the smallest recipes.
-    """
-
-    memory_bytes: int
-    seconds: float | None = None
-    loss: float = 1.0
-    split_batch: bool = False
-    planning_seconds: float = PLANNING
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Result of planning.
-
-    Attributes:
-        memory_bytes: the requested budget or the memory of the machine or container, whichever is smaller.
-        asked_bytes: requested budget.
-        base_bytes: memory of the process before the model is created (interpreter and libraries).
-        allocator: allocator of the process.
-        device: device on which to run.
-        options: recipes that fit, sorted by exactness class and step time.
-        excluded: other recipes.
-        recommended: recommended option, or None if no recipe is within the limits.
-        smallest_bytes: smallest budget that would suffice for one of the examined recipes.
-        smallest: name of the recipe that needs the smallest budget.
-        steps: number of optimizer steps of the run, or None if there are no images.
-        seconds: duration of planning in seconds.
-        planning_seconds: limit of the planning time in seconds.
-    """
-
-    memory_bytes: int
-    asked_bytes: int
-    base_bytes: int
-    allocator: str
-    device: str
-    options: tuple[Option, ...]
-    excluded: tuple[Excluded, ...]
-    recommended: Option | None
-    smallest_bytes: int
-    smallest: str
-    steps: int | None
-    seconds: float
-    planning_seconds: float = PLANNING
-
-    @property
-    def not_examined(self) -> list[str]:
-        """Names of the recipes that were not examined because the planning time limit was reached."""
-        return [one.name for one in self.excluded if not one.examined]
-
-    @property
-    def examined(self) -> int:
-        """Number of examined recipes."""
-        return len(self.options) + len(self.excluded) - len(self.not_examined)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the attributes as a JSON-serializable dict."""
-        return asdict(self)
-
-
-@dataclass(frozen=True)
-class Examined:
-    """Recipe that has just been examined.
-
-    Attributes:
-        number: number of the recipe, counted from 1.
-        of: total number of recipes.
-        name: name of the recipe.
-        needed_bytes: budget that the recipe needs, or None if the recipe cannot be used with this network.
-        fits: True if the budget is sufficient.
-    """
-
-    number: int
-    of: int
-    name: str
-    needed_bytes: int | None
-    fits: bool
 
 
 def make_plan(
@@ -173,7 +86,51 @@ def make_plan(
         UserError: If a setting cannot be used, or the model cannot be built.
         SettingError: If the budget is smaller than the weights, or a time budget is given without images.
     """
-    began, seconds, memory_bytes = clock.perf_counter(), limits.planning_seconds, limits.memory_bytes
+    began, seconds = clock.perf_counter(), limits.planning_seconds
+    planner, steps = start_planning(settings, configure, limits, chosen=chosen, say=say)
+    base = planner.base
+    memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
+    todo = candidates(base, planner.counter.blocks, chosen, memory_free or not chosen)
+    end = began + seconds * (_COUNTING + _TIMING + _COMPARING)
+    found, excluded = planner.examine(todo, (began + seconds * _COUNTING, end), ready)
+    fitting = planner.fitting(found, limits.split_batch)
+    above = [option for option in found if option not in fitting]
+    fitting = planner.with_times(fitting, min(clock.perf_counter() + seconds * _TIMING, end))
+    fitting = planner.with_losses(fitting, min(clock.perf_counter() + seconds * _COMPARING, end))
+    best, options, refused = planner.with_trial(sorted(fitting, key=preference), attempt)
+    excluded += [*refused, *(planner.above_budget(option) for option in above)]
+    least = min(found, key=planner.bound)
+    options = with_front(options)
+    return Plan(
+        planner.memory_bytes,
+        limits.memory_bytes,
+        planner.base_bytes,
+        planner.allocator,
+        str(planner.device),
+        tuple(options),
+        tuple(excluded),
+        next((option for option in options if option.name == best), None),
+        planner.bound(least),
+        least.name,
+        steps,
+        clock.perf_counter() - began,
+        seconds,
+    )
+
+
+def start_planning(
+    settings: Sequence[str],
+    configure: Configure,
+    limits: Limits,
+    *,
+    chosen: Sequence[str] = (),
+    say: Callable[[str], None] = lambda text: None,
+) -> tuple[Planner, int | None]:
+    """Return a planner for the run that `settings` describe, and the number of its optimizer steps.
+
+    The number is None without images. The arguments and errors are those of `make_plan`.
+    """
+    memory_bytes = limits.memory_bytes
     base = configure([*settings, *([] if chosen else ["method=full"])])
     if base.trainer.compile:
         do = "The plan does not predict the memory of the compiler."
@@ -191,7 +148,7 @@ def make_plan(
         raise SettingError("time", given, "left out without images", "Images determine the number of steps.")
     counts = [class_count(data) for data in data_configs(base)]
     release_library_pages()
-    planner = _Planner(
+    planner = Planner(
         settings=[word for word in settings if not (chosen and word.startswith("method="))],
         configure=lambda words: configure(words).with_precision(precision),
         base=base,
@@ -205,37 +162,11 @@ def make_plan(
         counter=Counter(base, counts[0] or _UNKNOWN_CLASSES),
         phases=RunPhases(base),
     )
-    memory_free = not any(getattr(method, "axis", None) is Axis.MEMORY for method in build_methods(base))
-    todo = candidates(base, planner.counter.blocks, chosen, memory_free or not chosen)
-    end = began + seconds * (_COUNTING + _TIMING + _COMPARING)
-    found, excluded = planner.examine(todo, (began + seconds * _COUNTING, end), ready)
-    fitting = planner.fitting(found, limits.split_batch)
-    above = [option for option in found if option not in fitting]
-    fitting = planner.with_times(fitting, min(clock.perf_counter() + seconds * _TIMING, end))
-    fitting = planner.with_losses(fitting, min(clock.perf_counter() + seconds * _COMPARING, end))
-    best, options, refused = planner.with_trial(sorted(fitting, key=preference), attempt)
-    excluded += [*refused, *(planner.above_budget(option) for option in above)]
-    least = min(found, key=planner.bound)
-    options = with_front(options)
-    return Plan(
-        memory_bytes,
-        limits.memory_bytes,
-        planner.base_bytes,
-        planner.allocator,
-        str(device),
-        tuple(options),
-        tuple(excluded),
-        next((option for option in options if option.name == best), None),
-        planner.bound(least),
-        least.name,
-        steps,
-        clock.perf_counter() - began,
-        seconds,
-    )
+    return planner, steps
 
 
 @dataclass
-class _Planner:
+class Planner:
     """Steps of planning and their shared state."""
 
     settings: list[str]

@@ -11,7 +11,7 @@ from efficient_ft.core.sheet import Cell, Column, render
 from efficient_ft.core.text import display_width, paragraph, terminal_width, wrapped
 from efficient_ft.methods.declarations import Exactness
 from efficient_ft.planning.options import Option
-from efficient_ft.planning.planner import Plan
+from efficient_ft.planning.plan import Plan
 
 #: Display names of the exactness classes.
 CLASSES = {

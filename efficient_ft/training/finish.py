@@ -9,7 +9,10 @@ import torch
 
 from efficient_ft.core.allocator import allocator_in_use
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import format_metric
 from efficient_ft.core.process_memory import lifetime_peak_bytes, release_freed_memory
+from efficient_ft.core.terminal import shown_path
+from efficient_ft.core.text import spelled
 from efficient_ft.cost import Prediction
 from efficient_ft.methods.base import Applied
 from efficient_ft.models import factory
@@ -97,6 +100,38 @@ def finish(run: Training, fitted: Fitted, arguments: Sequence[str], predicted: P
         if hint is not None:
             say(hint)
     return dict(results)
+
+
+def paused(run: Training, fitted: Fitted) -> dict[str, Any]:
+    """Print and return the state of a run that was paused.
+
+    Returns:
+        A dict with the number of optimizer steps so far (`step`), the planned numbers of steps (`steps`) and epochs
+        (`epochs`), the metric (`metric`), its value (`value`) and the loss (`loss`) in the last evaluation, the split
+        of this evaluation (`split`), the training time in seconds (`seconds`), the median time of a step
+        (`step_seconds`), and the peak memory of the process (`peak_bytes`).
+    """
+    row, split, metric = fitted.recorder.row, fitted.recorder.split, fitted.module.task.metric
+    steps, value = fitted.trainer.global_step, row[f"{split}_{metric}"]
+    taken = fitted.totals.values()
+    epochs, total = run_length(run.config, run.data, fitted.trainer.world_size)
+    say(
+        f"The run was paused after step {steps} of {total}: {split} {spelled(metric)}"
+        f" {format_metric(value, metric)}. The same command without pause_at continues the run in"
+        f" {shown_path(run.held.path)}."
+    )
+    return {
+        "step": steps,
+        "steps": total,
+        "epochs": epochs,
+        "metric": metric,
+        "split": split,
+        "value": value,
+        "loss": row[f"{split}_loss"],
+        "seconds": taken["seconds"],
+        "step_seconds": taken["step_seconds"],
+        "peak_bytes": lifetime_peak_bytes(),
+    }
 
 
 def _add_parts(results: Results, run: Training, fitted: Fitted) -> None:

@@ -28,14 +28,16 @@ def warmup_steps(optim: OptimConfig, total_steps: int) -> int:
 def lr_factor(step: int, total_steps: int, optim: OptimConfig) -> float:
     """Return the learning rate of the optimizer step `step` (counted from 0), as a fraction of `optim.lr`.
 
-    The fraction increases linearly from `optim.warmup_start_factor` to 1 during the warm-up (`warmup_steps`). The
-    fraction then follows a cosine schedule down to `optim.min_lr_ratio`, or remains constant.
+    The fraction increases linearly from `optim.warmup_start_factor` to 1 during the warm-up (`warmup_steps`). With the
+    schedule ``cosine``, the fraction then follows a cosine down to `optim.min_lr_ratio`. With ``constant``, the
+    fraction remains 1, and in the last `optim.decay_steps` steps decreases linearly to `optim.min_lr_ratio`.
     """
     warmup = min(warmup_steps(optim, total_steps), total_steps)
     if step < warmup:
         return optim.warmup_start_factor + (1 - optim.warmup_start_factor) * step / warmup
     if optim.schedule == "constant":
-        return 1.0
+        left, decay = total_steps - step, min(optim.decay_steps or 0, total_steps - warmup)
+        return 1.0 if left > decay else optim.min_lr_ratio + (1 - optim.min_lr_ratio) * left / (decay + 1)
     progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))
     return optim.min_lr_ratio + (1 - optim.min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
 

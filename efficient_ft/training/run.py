@@ -27,7 +27,7 @@ from efficient_ft.record.results import read_results
 from efficient_ft.training.costs import cost_only
 from efficient_ft.training.datamodule import run_contents
 from efficient_ft.training.evaluate import evaluate
-from efficient_ft.training.finish import finish
+from efficient_ft.training.finish import finish, paused
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.batch_size import (
@@ -70,8 +70,8 @@ def run(
             the folder belongs to this run.
 
     Returns:
-        The contents of results.json (`record.results.Results`). With `evaluate`, the metrics of each split. With
-        `cost_only`, the costs (`record.results.CostReport`).
+        The contents of results.json (`record.results.Results`). If the run was paused, its state (`finish.paused`).
+        With `evaluate`, the metrics of each split. With `cost_only`, the costs (`record.results.CostReport`).
 
     Raises:
         UserError: If the user must fix a problem, e.g. if weights or data are missing, if the folder contains another
@@ -140,4 +140,7 @@ def _train(
     The `Training` object is a local variable, so that `out_of_memory` can free this object after an error.
     """
     training = prepare(config, held, begun, data)
-    return finish(training, fit(training, arguments), arguments, predicted)
+    fitted = fit(training, arguments)
+    if fitted.paused:
+        return {"paused": paused(training, fitted)}
+    return finish(training, fitted, arguments, predicted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,7 @@ from efficient_ft.training.balance import balance_classes
 from efficient_ft.training.callbacks.compilation import CompileCallback
 from efficient_ft.training.callbacks.ema import WeightAverage
 from efficient_ft.training.callbacks.progress import ProgressBar
-from efficient_ft.training.callbacks.recorder import Recorder, rows_every, stop_on_interrupt
+from efficient_ft.training.callbacks.recorder import Paused, Recorder, rows_every, stop_on_interrupt
 from efficient_ft.training.callbacks.step_stats import StepStats
 from efficient_ft.training.callbacks.totals import Totals
 from efficient_ft.training.datamodule import (
@@ -97,7 +97,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Fitted:
-    """The Trainer, the module, the callbacks and the loggers after training has ended."""
+    """The Trainer, the module, the callbacks and the loggers after training has ended or has been paused."""
 
     trainer: L.Trainer
     module: FineTuner
@@ -107,6 +107,7 @@ class Fitted:
     features: FeatureCallback | None
     compilation: CompileCallback | None
     loggers: list[Logger]
+    paused: bool = False
 
 
 def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: RunData | None) -> Training:
@@ -172,9 +173,8 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     of_classes = names if isinstance(names, list | tuple) else ()
     ema = None if config.trainer.ema is None else WeightAverage(config.trainer.ema)
     keep_best = partial(export_network, run, ema=ema)
-    recorder = Recorder(
-        folder, run.data.best_split, keep_best, extra, totals, every, of_classes, config.trainer.patience
-    )
+    patience, pause_at = config.trainer.patience, config.pause_at
+    recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes, patience, pause_at)
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)
@@ -199,12 +199,14 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     task = run.kind.task_on(config, run.data)
     module = FineTuner(run.network, config, run.data.num_classes, total_steps, run.class_weights, task)
     fitted = Fitted(trainer, module, recorder, totals, memory, features, compilation, loggers)
-    _loop(run, fitted)
-    return fitted
+    return replace(fitted, paused=_loop(run, fitted))
 
 
-def _loop(run: Training, fitted: Fitted) -> None:
-    """Run Lightning's training loop. Convert signals and killed workers to error messages."""
+def _loop(run: Training, fitted: Fitted) -> bool:
+    """Run Lightning's training loop. Convert signals and killed workers to error messages.
+
+    Return True if the run was paused after ``pause_at`` steps.
+    """
     trainer, recorder, state = fitted.trainer, fitted.recorder, run.held.path / checkpoint.NAME
     resume = from_first(str(state) if checkpoint.exists(state) else None)
     if resume is not None:
@@ -214,11 +216,15 @@ def _loop(run: Training, fitted: Fitted) -> None:
             trainer.fit(fitted.module, datamodule=RunDataModule(run.data), ckpt_path=resume)
             if recorder.stop_requested is not None:  # the signal arrived in the last step, which was saved
                 raise stopping.ending(recorder.stop_requested)
+        except Paused:
+            close_loggers(fitted.loggers, failed=False)
+            return True
         except BaseException as error:
             close_loggers(fitted.loggers, failed=True)
             refuse_killed_worker(error)
             raise_signal(trainer, error, recorder.stop_requested)
             raise
+    return False
 
 
 def raise_signal(trainer: L.Trainer, error: BaseException, requested: int | None = None) -> None:

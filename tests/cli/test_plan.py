@@ -58,7 +58,7 @@ def test_the_plan_is_printed_written_and_recorded(capsys: pytest.CaptureFixture[
 def test_the_exit_status_says_that_nothing_fits(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(planner._Planner, "fits", lambda self, option: False)
+    monkeypatch.setattr(planner.Planner, "fits", lambda self, option: False)
     with pytest.raises(SystemExit) as leaving:
         command.main([*SETTINGS, "memory=900GB"])
     assert leaving.value.code == 1

@@ -83,7 +83,7 @@ def test_recipes_are_examined_until_one_can_be_recommended(monkeypatch: pytest.M
     )
     todo = [Candidate((name,), exactness=Exactness.PART) for name in ("head", "last_stage", "bitfit")]
     todo += [Candidate(("full",), exactness=Exactness.EXACT), Candidate(("lora",))]
-    found, excluded = planner._Planner.examine(
+    found, excluded = planner.Planner.examine(
         usable,  # type: ignore[arg-type]
         todo,
         times=(0.5, 3.5),

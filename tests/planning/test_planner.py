@@ -180,7 +180,7 @@ def test_a_trial_takes_steps_of_the_whole_batch() -> None:
 @pytest.mark.slow
 def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planner, "candidates", few(["full"]))
-    monkeypatch.setattr(planner._Planner, "fits", lambda self, o: o.counted.resident_bytes <= self.memory_bytes)
+    monkeypatch.setattr(planner.Planner, "fits", lambda self, o: o.counted.resident_bytes <= self.memory_bytes)
     monkeypatch.setattr(planner, "resident_bytes", lambda: -(2**30))
     (whole,) = a_plan().options
     found = a_plan(memory=whole.counted.resident_bytes - 1, split_batch=True)  # the resident bytes include the batch

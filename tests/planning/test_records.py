@@ -8,7 +8,7 @@ import pytest
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.planning.calibration import FILE, calibration, calibration_text, record
-from efficient_ft.planning.options import points_lost
+from efficient_ft.planning.prior import points_lost
 from tests.planning.common import a_plan, configure
 
 pytestmark = pytest.mark.usefixtures("wide")

@@ -53,6 +53,10 @@ def memory_bytes(device: torch.device) -> int:
     return torch.cuda.memory_reserved(device) if device.type == "cuda" else resident_bytes()
 
 
+class Paused(Exception):
+    """Exception that ends the training loop after `pause_at` steps, when the checkpoint has been written."""
+
+
 class Recorder(L.Callback):
     """A callback that writes the metrics, saves the weights of the best epoch, and writes checkpoints.
 
@@ -65,6 +69,8 @@ class Recorder(L.Callback):
         every: number of optimizer steps between two recorded losses. See `rows_every`.
         class_names: names of the classes, under which the metrics of the classes are logged.
         patience: number of epochs without improvement after which training stops, or None to train for all epochs.
+        pause_at: number of optimizer steps after which the network is evaluated, a checkpoint is written and `Paused`
+            is raised, or None to train to the end.
     """
 
     def __init__(
@@ -77,9 +83,11 @@ class Recorder(L.Callback):
         every: int,
         class_names: Sequence[str] = (),
         patience: int | None = None,
+        pause_at: int | None = None,
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
         self.totals, self.every, self.class_names, self.patience = totals, every, class_names, patience
+        self.pause_at = pause_at
         #: The epoch after which training stopped early, or None.
         self.stopped: int | None = None
         #: The recorded metrics of the last epoch.
@@ -107,6 +115,8 @@ class Recorder(L.Callback):
             signal.signal(signal.SIGTERM, self.handler)
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
+        if self.pause_at is not None and trainer.global_step >= self.pause_at:
+            raise Paused
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -127,6 +137,8 @@ class Recorder(L.Callback):
             self._log(trainer, row)
         # After the last batch, `on_train_epoch_end` writes the checkpoint and decides whether to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
+        if within and step == self.pause_at and step < pl_module.total_steps:
+            self._pause(trainer, pl_module, batch_idx)
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, batch_idx)
         if within:
@@ -136,6 +148,26 @@ class Recorder(L.Callback):
                 self._leave(stop)
         if step >= pl_module.total_steps:
             trainer.should_stop = True
+
+    def _pause(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
+        """Evaluate the network in the middle of an epoch, write a checkpoint, and raise `Paused`.
+
+        The evaluation does not change the rest of the run, because random numbers are seeded in each step. It is not
+        compared with the evaluations at the ends of epochs. Its weights are exported only if no epoch was finished.
+        """
+        module.read_losses(batch_idx)
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.run()
+        trainer.training = True
+        assert module.evaluated is not None
+        module.require_finite_evaluation(self.split)
+        self.row = self._evaluation_row(trainer, module)
+        if self.best is None and trainer.is_global_zero:
+            about = {"epoch": trainer.current_epoch + 1, "accuracy": module.evaluated.accuracy, "split": self.split}
+            self.keep_best(about | module.evaluated_notes)
+        self._save(trainer, module, batch_idx)
+        self._log(trainer, self.row)
+        raise Paused
 
     def _stop(self, trainer: L.Trainer) -> int | None:
         """Return the signal that one of the processes received, or None if no signal was received.
@@ -181,20 +213,8 @@ class Recorder(L.Callback):
         epoch = trainer.current_epoch + 1
         loss = pl_module.mean_loss("epoch")
         pl_module.warn_if_diverged(loss)
-        row = {
-            "step": trainer.global_step,
-            "epoch": epoch,
-            "train_loss_epoch": loss,
-            f"{self.split}_{pl_module.task.metric}": evaluated.accuracy,
-            f"{self.split}_loss": evaluated.loss,
-            **{f"{self.split}_{name}": value for name, value in evaluated.more.items()},
-            **{f"{self.split}_accuracy_{task}": of.accuracy for task, of in pl_module.evaluated_tasks.items()},
-            **{f"{self.split}_loss_{task}": of.loss for task, of in pl_module.evaluated_tasks.items()},
-            "memory_bytes": memory_bytes(trainer.strategy.root_device),
-            **self._so_far(),
-        }
-        self.row = row
-        self._log(trainer, row, self._each_class(pl_module))
+        self.row = self._evaluation_row(trainer, pl_module, {"train_loss_epoch": loss})
+        self._log(trainer, self.row, self._each_class(pl_module))
         self.last = evaluated.accuracy
         self.last_tasks = {task: of.accuracy for task, of in pl_module.evaluated_tasks.items()}
         if self.best is None or evaluated.accuracy > self.best:
@@ -208,10 +228,32 @@ class Recorder(L.Callback):
         self._stop_early(trainer, epoch, pl_module.task.metric)
         final = trainer.should_stop or epoch == trainer.max_epochs
         stop = self._stop(trainer)
-        if final or stop is not None or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+        paused = not final and trainer.global_step == self.pause_at
+        if final or stop is not None or paused or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
+        if paused:
+            raise Paused
         if not final and stop is not None:
             self._leave(stop)
+
+    def _evaluation_row(
+        self, trainer: L.Trainer, module: FineTuner, losses: Mapping[str, float | None] = {}
+    ) -> dict[str, Any]:
+        """Return the row of metrics.jsonl for the last evaluation. `losses` are entries for the training loss."""
+        evaluated, split = module.evaluated, self.split
+        assert evaluated is not None
+        return {
+            "step": trainer.global_step,
+            "epoch": trainer.current_epoch + 1,
+            **losses,
+            f"{split}_{module.task.metric}": evaluated.accuracy,
+            f"{split}_loss": evaluated.loss,
+            **{f"{split}_{name}": value for name, value in evaluated.more.items()},
+            **{f"{split}_accuracy_{task}": of.accuracy for task, of in module.evaluated_tasks.items()},
+            **{f"{split}_loss_{task}": of.loss for task, of in module.evaluated_tasks.items()},
+            "memory_bytes": memory_bytes(trainer.strategy.root_device),
+            **self._so_far(),
+        }
 
     def _stop_early(self, trainer: L.Trainer, epoch: int, metric: str) -> None:
         """Stop training if the metric has not improved for `patience` epochs. All processes decide in the same way."""
@@ -259,6 +301,7 @@ class Recorder(L.Callback):
             "best": self.best,
             "best_epoch": self.best_epoch,
             "last": self.last,
+            "row": self.row,
             **({} if self.stopped is None else {"stopped": self.stopped}),
             **({"best_tasks": self.best_tasks, "last_tasks": self.last_tasks} if self.last_tasks else {}),
             **self.extra,
@@ -267,7 +310,7 @@ class Recorder(L.Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
         self.best_epoch = state_dict["best_epoch"]
-        self.last = state_dict["last"]
+        self.last, self.row = state_dict["last"], state_dict.get("row", {})
         self.stopped = state_dict.get("stopped")
         self.best_tasks, self.last_tasks = (state_dict.get(key, {}) for key in ("best_tasks", "last_tasks"))
 

@@ -56,12 +56,36 @@ def refuse_another_run(config: Config, folder: Path) -> None:
     if config.resume == "never" or not (folder / config_file.NAME).is_file():
         return
     stored = config_file.read_config(folder)
-    if fingerprint(stored) == fingerprint(config):
+    if fingerprint(stored) == fingerprint(config) or _changes_length(config, stored, folder):
         return
     old, new = (flatten(one.model_dump(mode="json")) for one in (stored, config))
     changed = [key for key in {**old, **new} if old.get(key) != new.get(key)][:3]
     texts = (f"the setting {key} is {old.get(key)} in that run and {new.get(key)} in this run" for key in changed)
     raise UserError(f"The folder {folder} contains another run ({', '.join(texts)}). {START_AGAIN}")
+
+
+def _changes_length(config: Config, stored: Config, folder: Path) -> bool:
+    """Return True if the configurations differ only in the length of the run, which has no effect on the steps so far.
+
+    The length (`trainer.epochs`, `trainer.max_steps` and `optim.decay_steps`) has no effect as long as the learning
+    rate is constant. The run must not be finished.
+    """
+    if stored.optim.schedule != "constant" or config.optim.warmup_steps is None or (folder / results.NAME).is_file():
+        return False
+    length = {"epochs": config.trainer.epochs, "max_steps": config.trainer.max_steps}
+    optim = stored.optim.model_copy(update={"decay_steps": config.optim.decay_steps})
+    trainer = stored.trainer.model_copy(update=length)
+    if fingerprint(stored.model_copy(update={"optim": optim, "trainer": trainer})) != fingerprint(config):
+        return False
+    state = folder / checkpoint.NAME
+    step = checkpoint.read(state)["global_step"] if checkpoint.exists(state) else 0
+    # Without max_steps, only the data determine the step in which the decay begins.
+    return all(
+        step <= one.trainer.max_steps - (one.optim.decay_steps or 0)
+        if one.trainer.max_steps > 0
+        else one.optim.decay_steps is None
+        for one in (stored, config)
+    )
 
 
 def refuse_split_run(folder: Path) -> None:
