@@ -12,7 +12,11 @@ except PackageNotFoundError:  # the package is not installed, for example in a c
 
 #: Public names and the modules that define them. A module is imported when its name is first used. `__init__.pyi`
 #: declares the types of these names.
-_LAZY = {"MethodSession": "efficient_ft.integrations.session", "plan": "efficient_ft.cli.commands.plan"}
+_LAZY = {
+    "MethodSession": "efficient_ft.integrations.session",
+    "auto": "efficient_ft.cli.commands.auto",
+    "plan": "efficient_ft.cli.commands.plan",
+}
 
 
 def __getattr__(name: str) -> Any:

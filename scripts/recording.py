@@ -222,6 +222,7 @@ def prior() -> list[dict[str, Any]]:
     """Return one entry for each finished row of each study (`efficient_ft.planning.prior.Studied`)."""
     from efficient_ft.cli.hydra.compose import configured
     from efficient_ft.models import factory
+    from efficient_ft.models.view import view
     from efficient_ft.planning.prior import Studied, network_kind
     from efficient_ft.record.study import Records, test_accuracy
 
@@ -230,7 +231,7 @@ def prior() -> list[dict[str, Any]]:
         of = Records(folder)
         config = configured([*of.study.settings, "data.root=none", "model.pretrained=false"])
         texts = config.data.text is not None
-        kind = network_kind(factory.random_model(config.model, 2))
+        network = factory.random_model(config.model, 2)
         size = None if texts else factory.input_of(config.model).size[0]
         base = {run["seed"]: test_accuracy(run) for run in of.finished("full")} if "full" in of.study.rows else {}
         for row, arguments in of.study.rows.items():
@@ -244,7 +245,8 @@ def prior() -> list[dict[str, Any]]:
                 folder=f"results/{folder.name}",
                 arguments=tuple(arguments),
                 model=config.model.name,
-                kind=kind,
+                kind=network_kind(network),
+                blocks=len(view(network).blocks),
                 image_size=size,
                 task=config.task,
                 pretrained="model=vit_digits" not in of.study.settings,

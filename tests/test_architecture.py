@@ -25,7 +25,7 @@ PACKAGE = "efficient_ft"
 #: training.
 ROOMS = (
     "core", "config", "task", "ops", "optim", "models", "methods", "cost", "testing", "integrations", "data", "record",
-    "training", "papers", "bench", "planning", "report", "cli",
+    "training", "papers", "bench", "planning", "search", "report", "cli",
 )  # fmt: skip
 #: Subpackages that may import only from some of the earlier subpackages.
 ONLY: dict[str, tuple[str, ...]] = {

@@ -33,6 +33,7 @@ class Studied:
         arguments: settings of the row's methods, as on the command line.
         model: name of the network.
         kind: kind of the network (see `network_kind`).
+        blocks: number of blocks of the network.
         image_size: height of the images in pixels, or None for texts.
         task: kind of task.
         pretrained: True if the network was pretrained.
@@ -49,6 +50,7 @@ class Studied:
     arguments: tuple[str, ...]
     model: str
     kind: str
+    blocks: int
     image_size: int | None
     task: str
     pretrained: bool
@@ -85,8 +87,7 @@ def network_kind(network: nn.Module) -> str:
 
 def closeness(row: Studied, kind: str, image_size: int) -> float:
     """Return the weight (0–1] of a studied row for a network of the given kind and image height in pixels."""
-    assert row.image_size is not None
-    size = 0.5 ** abs(math.log2(row.image_size / image_size))
+    size = 1.0 if row.image_size is None else 0.5 ** abs(math.log2(row.image_size / image_size))
     return size * (1.0 if row.kind == kind else _OTHER_KIND)
 
 

@@ -106,14 +106,13 @@ def paused(run: Training, fitted: Fitted) -> dict[str, Any]:
     """Print and return the state of a run that was paused.
 
     Returns:
-        A dict with the number of optimizer steps so far (`step`), the planned numbers of steps (`steps`) and epochs
-        (`epochs`), the metric (`metric`), its value (`value`) and the loss (`loss`) in the last evaluation, the split
-        of this evaluation (`split`), the training time in seconds (`seconds`), the median time of a step
-        (`step_seconds`), and the peak memory of the process (`peak_bytes`).
+    A dict with the number of optimizer steps so far (`step`), the planned numbers of steps (`steps`) and epochs
+    (`epochs`), the metric (`metric`), its value (`value`) and the loss (`loss`) in the last evaluation, the split
+    of this evaluation (`split`), the training time in seconds (`seconds`), and the peak memory of the process in
+    bytes (`peak_bytes`).
     """
     row, split, metric = fitted.recorder.row, fitted.recorder.split, fitted.module.task.metric
     steps, value = fitted.trainer.global_step, row[f"{split}_{metric}"]
-    taken = fitted.totals.values()
     epochs, total = run_length(run.config, run.data, fitted.trainer.world_size)
     say(
         f"The run was paused after step {steps} of {total}: {split} {spelled(metric)}"
@@ -128,8 +127,7 @@ def paused(run: Training, fitted: Fitted) -> dict[str, Any]:
         "split": split,
         "value": value,
         "loss": row[f"{split}_loss"],
-        "seconds": taken["seconds"],
-        "step_seconds": taken["step_seconds"],
+        "seconds": fitted.totals.values()["seconds"],
         "peak_bytes": lifetime_peak_bytes(),
     }
 

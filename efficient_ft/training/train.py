@@ -173,8 +173,10 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     of_classes = names if isinstance(names, list | tuple) else ()
     ema = None if config.trainer.ema is None else WeightAverage(config.trainer.ema)
     keep_best = partial(export_network, run, ema=ema)
-    patience, pause_at = config.trainer.patience, config.pause_at
-    recorder = Recorder(folder, run.data.best_split, keep_best, extra, totals, every, of_classes, patience, pause_at)
+    recorder = Recorder(
+        folder, run.data.best_split, keep_best, extra, totals, every, of_classes, config.trainer.patience
+    )
+    recorder.pause_at = config.pause_at
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)

@@ -37,6 +37,13 @@ def test_a_constant_schedule_stays_after_its_warm_up():
     assert [lr_factor(s, 5, settings) for s in range(5)] == pytest.approx([0.5, 0.75, 1, 1, 1])
 
 
+def test_a_constant_schedule_decays_in_its_last_steps():
+    settings = optim(warmup_steps=2, schedule="constant", decay_steps=4, min_lr_ratio=0.5)
+    assert [lr_factor(s, 9, settings) for s in range(2, 9)] == pytest.approx([1, 1, 1, 0.9, 0.8, 0.7, 0.6])
+    whole = optim(warmup_steps=2, schedule="constant", decay_steps=100, min_lr_ratio=0.0)
+    assert [lr_factor(s, 6, whole) for s in range(2, 6)] == pytest.approx([0.8, 0.6, 0.4, 0.2])
+
+
 def test_a_run_that_is_cut_within_its_warm_up_does_not_leave_it():
     settings = optim(warmup_steps=1000, warmup_start_factor=0.001)
     assert lr_factor(19, 20, settings) < 1

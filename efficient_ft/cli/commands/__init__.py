@@ -10,8 +10,8 @@ from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.terminal import quiet_libraries
 from efficient_ft.core.errors import replace_unprintable, single_values
 
-_NAMES = ("check", "plan", "lr", "cache", "predict", "export", "report", "table", "collect", "figure", "dashboard",
-          "study", "bench", "gradient-error", "selftest")  # fmt: skip
+_NAMES = ("check", "plan", "auto", "lr", "cache", "predict", "export", "report", "table", "collect", "figure",
+          "dashboard", "study", "bench", "gradient-error", "selftest")  # fmt: skip
 #: Names of the commands and of their modules. Each module defines ``main(arguments)`` and is imported on first use.
 COMMANDS = {name: f"efficient_ft.cli.commands.{name.replace('-', '_')}" for name in _NAMES}
 

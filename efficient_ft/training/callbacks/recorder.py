@@ -69,8 +69,6 @@ class Recorder(L.Callback):
         every: number of optimizer steps between two recorded losses. See `rows_every`.
         class_names: names of the classes, under which the metrics of the classes are logged.
         patience: number of epochs without improvement after which training stops, or None to train for all epochs.
-        pause_at: number of optimizer steps after which the network is evaluated, a checkpoint is written and `Paused`
-            is raised, or None to train to the end.
     """
 
     def __init__(
@@ -83,11 +81,12 @@ class Recorder(L.Callback):
         every: int,
         class_names: Sequence[str] = (),
         patience: int | None = None,
-        pause_at: int | None = None,
     ):
         self.folder, self.split, self.keep_best, self.extra = folder, split, keep_best, extra
         self.totals, self.every, self.class_names, self.patience = totals, every, class_names, patience
-        self.pause_at = pause_at
+        #: The number of optimizer steps after which the network is evaluated, a checkpoint is written and `Paused` is
+        #: raised, or None to train to the end.
+        self.pause_at: int | None = None
         #: The epoch after which training stopped early, or None.
         self.stopped: int | None = None
         #: The recorded metrics of the last epoch.

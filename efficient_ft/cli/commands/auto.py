@@ -1,0 +1,182 @@
+"""``efficient-ft auto KEY=VALUE... memory=SIZE time=TIME``: find and train the best model within a budget."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from efficient_ft.cli.exits import report_outcome
+from efficient_ft.cli.hydra import processes
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.cli.hydra.rows import check_settings, key_of, merged
+from efficient_ft.cli.terminal import Help
+from efficient_ft.config import image_folders
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.terminal import show, shown_path
+from efficient_ft.core.units import parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from efficient_ft.search.state import Proposed, SearchState
+
+DESCRIPTION = """\
+Find and train the best model within a memory budget and a time budget.
+
+    efficient-ft auto data=folder data.root=DIR model=deit_tiny memory=2GB time=30m
+    efficient-ft auto data=folder data.root=DIR model=deit_tiny memory=2GB steps=2000
+
+The command takes recipes and learning rates from finished studies, and excludes recipes whose predicted memory exceeds
+memory. It trains the recipes for a while, keeps the best third according to the validation images, and continues with
+more time. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
+
+memory is the budget of each training process. time is the budget of the whole command. With steps=N instead, all
+recipes together train for N steps, and the result does not depend on the speed of the machine. All other settings are
+settings of the runs. The same command continues an interrupted search. The last line of the output names the folder
+with the model.
+"""
+
+#: Settings that only this command accepts.
+OF_A_SEARCH = ("memory", "time", "steps")
+#: Settings of all runs of a search, which the user can change. They are the settings of the studies from which the
+#: recipes and learning rates are taken.
+COMMON = ("recipe=none", "optim=adam", "optim.head_lr_mult=10", "optim.warmup_steps=20", "data.batch_size=32",
+          "data.eval_batch_size=128", "data.val_fraction=0.2", "data.augment.scale=[0.25,1.0]",
+          "trainer.cache_features=auto")  # fmt: skip
+#: Settings that the search determines.
+OWN = ("optim.schedule=constant", "trainer.epochs=1000", "trainer.progress=false", "cost.baseline=none", "cost.steps=1")
+#: Settings that have no value of the user's in a search.
+_TAKEN = (
+    "method",
+    "optim.lr",
+    "optim.schedule",
+    "optim.decay_steps",
+    "trainer.epochs",
+    "trainer.max_steps",
+    "pause_at",
+)
+
+#: The command of this program, also if `auto` is called in another program.
+_PROGRAM = (sys.executable, "-m", "efficient_ft")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run a search, and print its result."""
+    parser = argparse.ArgumentParser(prog="efficient-ft auto", description=DESCRIPTION, formatter_class=Help)
+    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, time=TIME, settings of the runs")
+    parser.add_argument("--propose", nargs=3, type=float, help=argparse.SUPPRESS)
+    options = parser.parse_intermixed_args(arguments)
+    if options.propose is not None:
+        _propose_here(options.settings, *options.propose)
+        return
+    check_settings(options.settings)
+    own = dict(word.split("=", 1) for word in options.settings if word.partition("=")[0] in OF_A_SEARCH)
+    settings = [word for word in options.settings if word.partition("=")[0] not in OF_A_SEARCH]
+    auto(*settings, memory=own.get("memory"), time=own.get("time"), steps=own.get("steps"), say=show)
+
+
+def auto(
+    *settings: str,
+    memory: str | None,
+    time: str | None = None,
+    steps: int | str | None = None,
+    folder: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+) -> SearchState:
+    """Find and train the best model within a budget. This function is also available as ``efficient_ft.auto``.
+
+    Args:
+        settings: settings of the runs as on the command line (``"model=deit_tiny", "data=folder", "data.root=DIR"``).
+        memory: memory budget of each training process with a unit, e.g. ``"2GB"``.
+        time: time budget of the search with a unit, e.g. ``"30m"``.
+        steps: number of optimizer steps of all recipes together, instead of `time`.
+        folder: folder of the search. If None, the folder depends on the arguments, so that the same call continues an
+            interrupted search.
+        say: function that is called with each line of the progress and of the result.
+
+    Returns:
+        The state of the search (`efficient_ft.search.SearchState`). The model is in the run folder of its best arm.
+
+    Raises:
+        UserError: If a setting cannot be used, or if no recipe can be trained within the budget.
+    """
+    from efficient_ft.search.search import open_search
+    from efficient_ft.search.text import result_text
+
+    if memory is None:
+        raise UserError("The memory budget is missing. Pass memory=SIZE, for example memory=2GB.")
+    if (time is None) == (steps is None):
+        raise UserError("Pass either time=TIME, for example time=30m, or steps=N.")
+    memory_bytes = parse_bytes("memory", memory)
+    budget = _steps(steps) if time is None else parse_seconds("time", time)
+    for word in settings:
+        if any(key_of(word) == key or key_of(word).startswith(f"{key}.") for key in _TAKEN):
+            known = "left out, because the search determines this setting"
+            raise SettingError(key_of(word), word.partition("=")[2], known)
+    runs = merged(*COMMON, *settings, *OWN, f"memory={memory}")
+    config = configured(runs)
+    if config.tasks:
+        raise SettingError("tasks", ", ".join(config.tasks), "none in a search")
+    if config.data.select_best_on != "val":
+        raise SettingError(
+            "data.select_best_on", "test", "val in a search", "Recipes are compared on validation images."
+        )
+    if config.data.val_fraction == 0:
+        known = "a fraction > 0 in a search"
+        raise SettingError("data.val_fraction", 0, known, "Recipes are compared on validation images.")
+    asked = [*settings, f"memory={memory}", f"time={time}" if time is not None else f"steps={steps}"]
+    if folder is None:
+        data = re.sub(
+            r"[^\w.+-]+", "_", Path(image_folders(config)[0]).name if image_folders(config) else config.data.name
+        )
+        code = hashlib.sha256(json.dumps(sorted(asked)).encode()).hexdigest()[:8]
+        folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", config.model.name), code)
+
+    def propose(count: int, seconds: float) -> Proposed:
+        return _propose(runs, memory_bytes, count, seconds)
+
+    unit = "steps" if time is None else "seconds"
+    search = open_search(folder, asked, memory_bytes, budget, unit, propose, _run_slice, say)
+    say(f"Search in {shown_path(folder)}. The same command continues an interrupted search.")
+    state = search.run()
+    say("\n" + result_text(state, folder))
+    return state
+
+
+def _steps(value: int | str | None) -> float:
+    if not re.fullmatch(r"[1-9]\d*", str(value)):
+        raise SettingError("steps", value, "an integer >= 1")
+    return float(str(value))
+
+
+def _propose(runs: Sequence[str], memory_bytes: int, count: int, seconds: float) -> Proposed:
+    """Propose arms in a separate process, so that this process remains small."""
+    from efficient_ft.search.state import Proposed
+
+    words = ["auto", *runs, "--propose", str(memory_bytes), str(count), str(seconds)]
+    ended = processes.run([*_PROGRAM, *words])
+    if ended.results is None:
+        raise UserError(ended.failure or "The process that proposes recipes returned no result.")
+    return Proposed.model_validate(ended.results)
+
+
+def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, seconds: float) -> None:
+    """Propose arms in this process, and pass them to the parent process."""
+    from efficient_ft.core.allocator import restart_with, use_allocator
+
+    allocator = next((word.partition("=")[2] for word in runs if word.startswith("allocator=")), "auto")
+    restart_with(allocator)
+    use_allocator(allocator)
+    from efficient_ft.search.arms import propose
+
+    found = propose(runs, configured, int(memory_bytes), int(count), seconds)
+    report_outcome(results=found.model_dump(mode="json"))
+
+
+def _run_slice(arguments: Sequence[str], log: Path) -> tuple[dict[str, Any] | None, str | None]:
+    ended = processes.run([*_PROGRAM, *arguments], {}, log)
+    return ended.results, ended.failure

@@ -1,0 +1,231 @@
+"""Propose the arms of a search: recipes from finished studies that fit the memory budget, with learning rates.
+
+This module imports torch. A search calls `propose` in a separate process, so that the memory of the search itself
+remains small.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from efficient_ft.config import Config
+from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.format import bytes_setting, format_bytes
+from efficient_ft.methods import METHODS
+from efficient_ft.methods.declarations import Axis, Exactness
+from efficient_ft.models import factory
+from efficient_ft.planning.candidates import Candidate
+from efficient_ft.planning.options import Option
+from efficient_ft.planning.plan import Limits
+from efficient_ft.planning.planner import Configure, Planner, start_planning
+from efficient_ft.planning.prior import Studied, closeness, network_kind, studied, weighted_mean
+from efficient_ft.search.state import Arm, Data, Proposed
+from efficient_ft.training.datamodule import run_length
+from efficient_ft.training.kinds.base import only
+from efficient_ft.training.kinds.registry import kind_of
+
+#: Recipes that are examined early, because users compare other recipes with them.
+BASELINES = (("full",), ("head",), ("full", "lora"))
+#: Memory methods in the order in which a search tries them: the methods that take the least additional time come first.
+_MEMORY = ("mesa", "compact", "low_bit", "checkpointing")
+#: Factor between two learning rates of the same recipe.
+LR_FACTOR = 3.0
+#: Variants of methods that reproduce a paper. A search uses the project's own variants.
+_PUBLISHED = re.compile(r"_(published|paper|code)$")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Recipes that differ only in their memory method, and therefore have about the same accuracy.
+
+    Attributes:
+        methods: methods without memory methods.
+        rows: settings of the studied rows. Rows without a memory method come first.
+        points_lost: mean loss of accuracy relative to full fine-tuning in similar studies, in percentage points.
+        lr: learning rate of the most similar study.
+        source: title of this study.
+    """
+
+    methods: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    points_lost: float
+    lr: float
+    source: str
+
+
+def propose(
+    settings: Sequence[str],
+    configure: Configure,
+    memory_bytes: int,
+    count: int,
+    seconds: float,
+    say: Callable[[str], None] = lambda text: None,
+) -> Proposed:
+    """Return up to `count` arms for the run that `settings` describe.
+
+    Recipes are examined in the order of their accuracy in similar studies until `seconds` are over. The baselines
+    (`BASELINES`) are examined early.
+
+    Raises:
+        UserError: If the data cannot be used, or if no recipe fits `memory_bytes`.
+    """
+    began = time.perf_counter()
+    end = began + seconds
+    planner, steps = start_planning(settings, configure, Limits(memory_bytes), say=say)
+    if steps is None:
+        missing = [text for text in kind_of(planner.base).missing(planner.base) if text is not None]
+        raise UserError(missing[0])
+    data = _data(planner.base)
+    kind, size = network_kind(planner.counter.network()), factory.input_of(planner.base.model).size[0]
+    families = _ordered(list(families_for(planner.base.task, kind, size, planner.counter.blocks)))
+    found: list[tuple[Family, Option]] = []
+    refused: dict[str, str] = {}
+    smallest: Option | None = None
+    for family in families:
+        late = time.perf_counter() > end and family.methods not in BASELINES
+        if len(found) >= count or (late and found):
+            break
+        for row in family.rows:
+            candidate = _candidate(row)
+            say(f"counting the recipe {candidate.name}")
+            try:
+                option = planner.option(candidate)
+            except UserError as error:
+                refused[candidate.name] = first_line(error)
+                continue
+            if smallest is None or planner.bound(option) < planner.bound(smallest):
+                smallest = option
+            if planner.fits(option):
+                found.append((family, option))
+                break
+            refused[candidate.name] = f"needs memory={bytes_setting(planner.bound(option))}"
+    if not found:
+        _refuse(planner, smallest, refused)
+    timed = planner.with_times([option for _, option in found], time.perf_counter() + max(2.0, seconds / 4))
+    of_name = {option.name: option for option in timed}
+    pairs = [(family, of_name[option.name]) for family, option in found]
+    arms = [_arm(planner, family, option, family.lr) for family, option in pairs]
+    for factor in (LR_FACTOR, 1 / LR_FACTOR):
+        further = [_arm(planner, family, option, family.lr * factor) for family, option in pairs]
+        arms += further[: max(0, count - len(arms))]
+    return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
+
+
+def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Family]:
+    """Yield the studied families for a network of a kind with an image size in pixels and a number of blocks.
+
+    If no study has the kind of task, the studies of all images are used.
+    """
+    of_task = [one for one in studied() if one.task == task] or [one for one in studied() if one.image_size is not None]
+    rows: dict[tuple[str, ...], list[tuple[Studied, tuple[str, ...]]]] = {}
+    for one in of_task:
+        arguments = _for_blocks(one, blocks)
+        if not one.pretrained or one.lr is None or arguments is None:
+            continue
+        methods = _methods(arguments)
+        own = all(word.startswith("method") for word in arguments)
+        if not own or any(_PUBLISHED.search(name) or name not in METHODS for name in methods):
+            continue
+        key = tuple(word for word in arguments if _axis(word) is not Axis.MEMORY and not word.startswith("method="))
+        plain = tuple(name for name in methods if METHODS[name].axis is not Axis.MEMORY)
+        rows.setdefault((*plain, *key), []).append((one, arguments))
+    for of in rows.values():
+        variants = sorted({arguments for _, arguments in of}, key=_memory_order)
+        weighed = [(one, closeness(one, kind, size)) for one, arguments in of if arguments == variants[0]]
+        known = [(one.points_lost, weight) for one, weight in weighed if one.points_lost is not None]
+        if not known:
+            continue
+        nearest, _ = max(weighed, key=lambda pair: (pair[1], pair[0].seeds))
+        assert nearest.lr is not None
+        plain = tuple(name for name in _methods(variants[0]) if METHODS[name].axis is not Axis.MEMORY)
+        yield Family(plain, tuple(variants), weighted_mean(known), nearest.lr, nearest.study)
+
+
+def _ordered(families: Sequence[Family]) -> list[Family]:
+    """Return the families in increasing order of their loss of accuracy, with a baseline after every other family."""
+    baselines = [one for methods in BASELINES for one in families if one.methods == methods]
+    rest = sorted((one for one in families if one not in baselines), key=lambda one: one.points_lost)
+    pairs = itertools.zip_longest(rest, baselines)
+    return [one for pair in pairs for one in pair if one is not None]
+
+
+def _for_blocks(row: Studied, blocks: int) -> tuple[str, ...] | None:
+    """Return the arguments of a studied row for a network with another number of blocks, or None if there are none.
+
+    The last blocks that are trained are scaled with the number of blocks. Other positions cannot be transferred.
+    """
+    arguments = []
+    for word in row.arguments:
+        key, _, value = word.partition("=")
+        positions = re.fullmatch(r"\[(\d+(?:,\d+)*)\]", value)
+        if positions is None or row.blocks == blocks:
+            arguments.append(word)
+        elif key == "method.blocks.blocks":
+            count = max(1, round(len(positions[1].split(",")) * blocks / row.blocks))
+            arguments.append(f"{key}=[{','.join(map(str, range(blocks - count, blocks)))}]")
+        else:
+            return None
+    return tuple(arguments)
+
+
+def _methods(arguments: Sequence[str]) -> tuple[str, ...]:
+    value = next(word.partition("=")[2] for word in arguments if word.startswith("method="))
+    return tuple(value.strip("[]").split(","))
+
+
+def _axis(word: str) -> Axis | None:
+    """Return the axis of the method whose setting is `word`, or None for another setting."""
+    name = word.removeprefix("method.").partition(".")[0]
+    return METHODS[name].axis if word.startswith("method.") and name in METHODS else None
+
+
+def _memory_order(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+    """Return a sort key: the position in `_MEMORY` of the memory method, or 0 without a memory method."""
+    used = [name for name in _methods(arguments) if METHODS[name].axis is Axis.MEMORY]
+    places = [_MEMORY.index(name) if name in _MEMORY else len(_MEMORY) for name in used]
+    return max(places, default=-1), arguments
+
+
+def _candidate(arguments: Sequence[str]) -> Candidate:
+    settings = tuple(word for word in arguments if not word.startswith("method="))
+    return Candidate(_methods(arguments), settings, Exactness.UNKNOWN)
+
+
+def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
+    name = f"{option.name} lr={lr:.2g}"
+    return Arm(
+        name=name,
+        recipe=option.name,
+        arguments=[*option.arguments, f"optim.lr={lr:.2g}"],
+        folder=re.sub(r"[^\w.+-]+", "_", name),
+        lr=lr,
+        points_lost=family.points_lost,
+        source=family.source,
+        needed_bytes=planner.bound(option),
+        step_seconds=option.step_seconds or 1.0,
+    )
+
+
+def _data(config: Config) -> Data:
+    """Return the sizes of the data. Raise SettingError if there are no validation samples."""
+    opened = kind_of(config).open(config, factory.input_of(config.model))
+    data = only(opened)
+    epochs, steps = run_length(config, opened, 1)
+    sizes = {split: data.splits.get(split, 0) for split in ("train", "val", "test")}
+    if not sizes["val"]:
+        do = "The search compares recipes on validation images."
+        raise SettingError("data.val_fraction", config.data.val_fraction, "a fraction > 0", do)
+    return Data(**sizes, epoch_steps=-(-steps // epochs))
+
+
+def _refuse(planner: Planner, smallest: Option | None, refused: Mapping[str, str]) -> None:
+    if smallest is None:
+        name, reason = next(iter(refused.items()))
+        raise UserError(f"No recipe can be used with this model. {name}: {reason}")
+    needed = planner.bound(smallest)
+    do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
+    raise SettingError("memory", format_bytes(planner.memory_bytes), f"at least {bytes_setting(needed)}", do)

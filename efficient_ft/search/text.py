@@ -1,0 +1,99 @@
+"""Text of the result of a search."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from efficient_ft.core import text
+from efficient_ft.core.format import format_bytes, format_metric, format_seconds
+from efficient_ft.core.terminal import shown_path
+from efficient_ft.search.halving import ranked
+from efficient_ft.search.state import Arm, SearchState
+
+
+def command_of(state: SearchState) -> list[str]:
+    """Return the words of the command line that trains the final model alone, with the same result."""
+    assert state.final is not None
+    arm = state.arm(state.final.arm)
+    length = [f"trainer.max_steps={state.final.steps}", f"optim.decay_steps={state.final.decay}"]
+    words = [word for word in arm.arguments if not word.startswith(("cost.", "trainer.progress="))]
+    return ["efficient-ft", *(f"'{word}'" if any(c in word for c in "[]{}, ") else word for word in [*words, *length])]
+
+
+def standard_error(value: float, samples: int) -> float:
+    """Return the standard error of an accuracy (a fraction) on a number of samples."""
+    return math.sqrt(max(value * (1 - value), 1 / (4 * samples)) / samples)
+
+
+def result_text(state: SearchState, folder: Path) -> str:
+    """Return the table of all arms, and a summary of the final model."""
+    assert state.final is not None
+    assert state.data is not None
+    final, data, metric = state.final, state.data, state.metric or "accuracy"
+    arm = state.arm(final.arm)
+    rows: list[tuple[str, ...]] = [("recipe", "lr", f"val {metric}", "steps", "time", "peak", "stopped")]
+    raced = [one for one in state.arms if one.slices]
+    for one in [*ranked(raced), *(other for other in state.arms if not other.slices)]:
+        rows.append(_row(one, metric, final.value if one is arm else None, final.steps if one is arm else None))
+    lines = [text.table(rows, left=(0, 6), rule="")]
+    lines += [f"{name}: not used, because it {reason}." for name, reason in state.refused.items() if "needs" in reason]
+    if final.value is not None:
+        lines.append("")
+        said = f"{arm.recipe} with optim.lr={arm.lr:.2g}: val {metric} {format_metric(final.value, metric)}"
+        if final.test is not None:
+            error = f" ± {format_metric(standard_error(final.test, data.test), metric)} (standard error)"
+            said += f", test {metric} {format_metric(final.test, metric)}{error}"
+        lines.append(f"{said}.")
+        lines += _uncertainty(state, arm, metric)
+        used = f"The search took {format_seconds(final.seconds or 0.0)} of {format_seconds(state.budget)}"
+        if state.unit == "steps":
+            used = f"The search took {final.seconds:.0f} steps"
+        peak = "" if final.peak_bytes is None else f", and the largest process used {format_bytes(_peak(state))}"
+        lines.append(f"{used}{peak} of {format_bytes(state.memory_bytes)}.")
+        lines.append("The following command trains this model alone, with the same result:")
+        lines.append("  " + " ".join(command_of(state)))
+    lines.append(f"Model: {shown_path(folder / arm.folder)}")
+    return "\n".join(lines)
+
+
+def _peak(state: SearchState) -> int:
+    peaks = [one.peak_bytes for arm in state.arms for one in arm.slices]
+    assert state.final is not None
+    return max([*peaks, state.final.peak_bytes or 0])
+
+
+def _row(arm: Arm, metric: str, value: float | None, steps: int | None) -> tuple[str, ...]:
+    shown = arm.value if value is None else value
+    return (
+        arm.recipe,
+        f"{arm.lr:.2g}",
+        "–" if shown is None else format_metric(shown, metric),
+        str(steps or arm.step),
+        format_seconds(sum(one.seconds for one in arm.slices)) if arm.slices else "–",
+        format_bytes(max(one.peak_bytes for one in arm.slices)) if arm.slices else "–",
+        arm.stopped or "best",
+    )
+
+
+def _uncertainty(state: SearchState, best: Arm, metric: str) -> list[str]:
+    """Return sentences about the uncertainty of the choice, and about the baselines after the same time."""
+    assert state.data is not None
+    if metric != "accuracy" or best.value is None:
+        return []
+    count = state.data.val
+    error = format_metric(standard_error(best.value, count), metric)
+    lines = [f"The recipes were compared on {count} validation images (standard error of an accuracy: {error})."]
+    first = best.slices[0]
+    others = [
+        f"{one.recipe} {format_metric(one.slices[0].value, metric)}"
+        for one in state.arms
+        if one is not best and one.slices and one.recipe.split(":")[0] in ("full", "head", "full+lora")
+    ]
+    if others:
+        taken = format_seconds(first.seconds)
+        lines.append(
+            f"After about {taken} of training each, the validation accuracy was {format_metric(first.value, metric)}"
+            f" for the best recipe, and {', '.join(others)} for the baselines."
+        )
+    return lines

@@ -1,0 +1,114 @@
+"""Tests of the recipes that a search proposes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.core.errors import SettingError
+from efficient_ft.planning import prior
+from efficient_ft.planning.prior import Studied, closeness, network_kind
+from efficient_ft.search import arms
+from efficient_ft.search.arms import families_for, propose
+
+RUNS = ["model=vit_digits", "optim.schedule=constant", "optim.warmup_steps=5", "recipe=none", "data.val_fraction=0.2"]
+
+
+def row(name: str, *arguments: str, **changes: object) -> Studied:
+    given = {"study": "a study", "folder": "results/a", "model": "vit", "kind": "transformer", "blocks": 12,
+             "image_size": 224, "task": "classification", "pretrained": True, "lr": 1e-3, "accuracy": 80.0,
+             "points_lost": 1.0, "seeds": 3}  # fmt: skip
+    return Studied(row=name, arguments=arguments, **{**given, **changes})  # type: ignore[arg-type]
+
+
+def of(monkeypatch: pytest.MonkeyPatch, *rows: Studied) -> None:
+    monkeypatch.setattr(arms, "studied", lambda: rows)
+
+
+def test_recipes_that_differ_in_their_memory_method_are_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [
+        row("checkpointing", "method=[full,checkpointing]"),
+        row("low_bit4", "method=[full,low_bit]", points_lost=5.0),
+        row("full", "method=full", points_lost=0.0),
+        row("lora", "method=[full,lora]", points_lost=2.0),
+        row("lora4", "method=[full,lora]", "method.lora.rank=4", points_lost=3.0),
+    ]
+    of(monkeypatch, *rows)
+    found = {one.rows[0]: one for one in families_for("classification", "transformer", 224, 12)}
+    assert len(found) == 3
+    full = found[("method=full",)]
+    assert full.rows == (("method=full",), ("method=[full,low_bit]",), ("method=[full,checkpointing]",))
+    assert full.points_lost == 0.0
+
+
+def test_the_loss_is_a_weighted_mean_and_the_rate_comes_from_the_nearest_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    near, far = row("head", "method=head", points_lost=10.0, lr=1e-2), row("head", "method=head", image_size=112)
+    other = row("head", "method=head", kind="convolutional", points_lost=0.0)
+    of(monkeypatch, far, near, other)
+    (head,) = families_for("classification", "transformer", 224, 12)
+    assert head.lr == 1e-2
+    assert head.points_lost == pytest.approx((10 + 0.5 * 1) / (1 + 0.5 + 0.1))
+    assert closeness(far, "transformer", 224) == 0.5
+    assert closeness(near, "transformer", 112) == 0.5
+
+
+def test_positions_of_blocks_are_scaled_or_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    last = row("blocks3", "method=blocks", "method.blocks.blocks=[9,10,11]")
+    drops = row("evit", "method=[full,evit]", "method.evit.drop_at=[3,6,9]")
+    of(monkeypatch, last, drops)
+    assert len(list(families_for("classification", "transformer", 224, 12))) == 2
+    (scaled,) = families_for("classification", "transformer", 224, 24)
+    assert scaled.rows == (("method=blocks", "method.blocks.blocks=[18,19,20,21,22,23]"),)
+
+
+def test_rows_of_other_tasks_variants_of_papers_and_random_networks_are_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of(
+        monkeypatch,
+        row("lp4", "method=[full,lbp_wht_published]"),
+        row("full", "method=full", pretrained=False),
+        row("full", "method=full", task="text"),
+        row("full_live", "method=full", "model.frozen_bn=false"),
+        row("head", "method=head", points_lost=None),
+    )
+    assert list(families_for("classification", "transformer", 224, 12)) == []
+    assert len(list(families_for("text", "transformer", 224, 12))) == 1
+    of(monkeypatch, row("head", "method=head"))
+    assert len(list(families_for("multilabel", "transformer", 224, 12))) == 1
+
+
+def test_the_committed_table_has_the_results_of_studies() -> None:
+    rows = prior.studied()
+    assert {one.kind for one in rows} == {"transformer", "convolutional"}
+    assert all(one.seeds >= 1 and math.isfinite(one.accuracy) for one in rows)
+    (head,) = [one for one in rows if one.row == "head" and one.folder == "results/deit_tiny_cars49"]
+    assert (head.model, head.blocks, head.image_size) == ("deit_tiny_patch16_224.fb_in1k", 12, 224)
+    assert head.points_lost is not None
+    assert head.points_lost > 10
+
+
+def test_kinds_of_networks() -> None:
+    import timm
+
+    kinds = {name: network_kind(timm.create_model(name)) for name in ("deit_tiny_patch16_224", "resnet18")}
+    assert kinds == {"deit_tiny_patch16_224": "transformer", "resnet18": "convolutional"}
+
+
+def test_recipes_that_fit_are_proposed_with_different_rates() -> None:
+    found = propose(RUNS, configured, 10**11, 8, 60.0)
+    names = [arm.name for arm in found.arms]
+    assert len(names) == len(set(names)) == 8
+    assert {"full", "head", "full+lora"} <= {arm.recipe for arm in found.arms}
+    assert (found.data.train, found.data.val, found.data.test) == (1151, 287, 359)
+    for arm in found.arms:
+        assert arm.arguments[-1] == f"optim.lr={arm.lr:.2g}"
+        assert arm.step_seconds > 0
+        configured(arm.arguments)
+
+
+def test_a_budget_below_all_recipes_names_the_smallest() -> None:
+    with pytest.raises(SettingError, match=r"memory must be at least \S+iB, got 750 MiB\. The recipe head needs"):
+        propose(RUNS, configured, 750 * 2**20, 3, 30.0)

@@ -1,0 +1,210 @@
+"""Tests of a search on a simulated machine, whose runs learn and take time as the recipes in `RECIPES` say."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.search.halving import rungs
+from efficient_ft.search.search import Search, open_search
+from efficient_ft.search.state import NAME, Arm, Data, Proposed, SearchState, read_state
+from efficient_ft.search.text import command_of, result_text
+
+#: For each recipe: the accuracy after infinitely many steps, the number of steps for half of it, and the step time.
+RECIPES = {"stack": (0.89, 150, 0.3), "full": (0.9, 300, 1.0), "head": (0.6, 20, 0.2), "lora": (0.88, 200, 0.8),
+           "norms": (0.8, 300, 0.7), "blocks": (0.85, 200, 0.5)}  # fmt: skip
+#: Loss of accuracy of the recipes in studies, in percentage points.
+LOST = {"head": 25.0, "norms": 5.0}
+#: Time in seconds in which a process starts and ends, and in which the recipes are proposed.
+START, PROPOSING = 6.0, 20.0
+DATA = Data(train=1000, val=200, test=500, epoch_steps=32)
+
+
+class KilledError(Exception):
+    """Stands for a signal that kills the search."""
+
+
+class Machine:
+    """A simulated machine.
+
+    The runs in `steps` keep their steps if the search is killed. `kill` is the number of calls after which the machine
+    raises `KilledError` in the middle of a slice, or None. `broken` are recipes whose runs fail.
+    """
+
+    def __init__(self, kill: int | None = None, broken: Sequence[str] = (), noise: float = 0.0) -> None:
+        self.now, self.steps, self.calls = 0.0, dict[str, int](), list[tuple[str, list[str]]]()
+        self.kill, self.broken, self.noise = kill, broken, random.Random(0) if noise else None
+        self.spread = noise
+
+    def clock(self) -> float:
+        return self.now
+
+    def _dies(self, seconds: float) -> None:
+        if self.kill is not None:
+            self.kill -= 1
+            if self.kill < 0:
+                self.kill = None
+                self.now += seconds
+                raise KilledError
+
+    def propose(self, count: int, seconds: float) -> Proposed:
+        self._dies(PROPOSING)
+        self.now += PROPOSING
+        arms = [
+            Arm(name=name, recipe=name, arguments=[f"method={name}"], folder=name, lr=1e-3, source="", needed_bytes=1,
+                points_lost=LOST.get(name, 0.0), step_seconds=2 * time)
+            for name, (_, _, time) in list(RECIPES.items())[:count]
+        ]  # fmt: skip
+        return Proposed(arms=arms, refused={"bsr": "needs memory=3GB"}, data=DATA, seconds=PROPOSING - 5)
+
+    def run_slice(self, arguments: Sequence[str], log: Path) -> tuple[dict[str, Any] | None, str | None]:
+        name = arguments[0].partition("=")[2]
+        self.calls.append((name, list(arguments[1:-1])))
+        assert arguments[-1] == f"hydra.run.dir='{log.parent / name}'"
+        assert log.name == f"{name}.log"
+        if name in self.broken:
+            return None, "the loss is not finite"
+        values = dict(word.split("=") for word in arguments[1:-1])
+        until = int(values.get("pause_at", values.get("trainer.max_steps", 0)))
+        best, half, step = RECIPES[name]
+        if self.noise is not None:
+            step *= 1 + self.spread * (self.noise.random() - 0.5)
+        before = self.steps.get(name, 0)
+        if self.kill == 0:
+            self.steps[name] = before + (until - before) // 2  # the run has saved a checkpoint
+        self._dies(START + step * (until - before) / 2)
+        self.now += START + step * (until - before)
+        self.steps[name] = until
+        value = best * until / (until + half)
+        done = {"value": value, "loss": 1 - value, "seconds": until * step, "metric": "accuracy", "peak_bytes": 10**9}
+        if "pause_at" in values:
+            return {"paused": {"step": until, **done}}, None
+        self.now += 8  # test images, cost report
+        return {"accuracy": {"best": value + 0.02, "test": value + 0.01}, "memory": {"peak_bytes": 10**9}}, None
+
+
+def search(folder: Path, machine: Machine, budget: float = 600, unit: str = "seconds") -> Search:
+    found = open_search(folder, ["model=x"], 2 * 10**9, budget, unit, machine.propose, machine.run_slice)
+    found.clock = machine.clock
+    found.__post_init__()
+    return found
+
+
+def test_rounds_keep_a_third() -> None:
+    assert [rungs(n) for n in (1, 2, 3, 4, 6, 9, 12)] == [[], [2], [3], [4, 2], [6, 2], [9, 3], [12, 4, 2]]
+
+
+@pytest.mark.parametrize("budget", [300, 600, 1800])
+def test_the_best_recipe_is_trained_to_the_end_in_time(tmp_path: Path, budget: float) -> None:
+    machine = Machine()
+    state = search(tmp_path, machine, budget).run()
+    assert state.final is not None
+    assert state.finished
+    best = state.final.arm
+    assert best == ("head" if budget < 600 else "stack")  # in a short time, the head is as accurate
+    assert 0.85 * budget <= machine.now <= 1.02 * budget
+    assert state.final.test == pytest.approx((state.final.value or 0) - 0.01)
+    last = [call for call in machine.calls if call[0] == best][-1]
+    assert last[1] == [f"trainer.max_steps={state.final.steps}", f"optim.decay_steps={state.final.decay}"]
+    # At most 55 % of the time is spent on everything except training the best recipe.
+    assert machine.steps[best] * RECIPES[best][2] >= 0.45 * machine.now or budget < 600
+    told = result_text(state, tmp_path)
+    assert "bsr: not used, because it needs memory=3GB." in told
+    assert command_of(state)[-2:] == last[1]
+
+
+def test_all_recipes_of_a_round_get_the_same_time(tmp_path: Path) -> None:
+    state = search(tmp_path, Machine(), 1800).run()
+    taken = [arm.slices[0].seconds for arm in state.arms[1:]]
+    assert max(taken) <= 1.15 * min(taken)
+
+
+def test_a_search_is_deterministic_given_its_timings(tmp_path: Path) -> None:
+    states = [search(tmp_path / name, Machine(noise=0.3)).run() for name in ("a", "b")]
+    assert states[0] == states[1]
+
+
+def test_with_a_budget_of_steps_the_timings_have_no_effect(tmp_path: Path) -> None:
+    found = []
+    for name, noise in (("a", 0.0), ("b", 0.8)):
+        machine = Machine(noise=noise)
+        state = search(tmp_path / name, machine, 3000, "steps").run()
+        found.append((state.final, [[(s.step, s.value) for s in arm.slices] for arm in state.arms]))
+        assert sum(machine.steps.values()) == pytest.approx(3000, abs=10)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kill", range(20))
+def test_a_killed_search_continues(tmp_path: Path, kill: int) -> None:
+    whole = Machine()
+    expected = search(tmp_path / "whole", whole, 3000, "steps").run()
+    machine = Machine(kill % (len(whole.calls) + 1))
+    with pytest.raises(KilledError):
+        search(tmp_path / "killed", machine, 3000, "steps").run()
+    state = search(tmp_path / "killed", machine, 3000, "steps").run()
+    assert state.final == expected.final
+    assert [arm.slices[-1].step for arm in state.arms] == [arm.slices[-1].step for arm in expected.arms]
+
+
+def test_a_killed_search_keeps_its_time(tmp_path: Path) -> None:
+    machine = Machine(kill=3)
+    with pytest.raises(KilledError):
+        search(tmp_path, machine).run()
+    machine.now += 10_000  # the machine is switched off
+    began = machine.now
+    state = search(tmp_path, machine).run()
+    assert state.finished
+    assert machine.now - began < 600
+
+
+def test_a_finished_search_does_nothing(tmp_path: Path) -> None:
+    machine = Machine()
+    state = search(tmp_path, machine).run()
+    calls = len(machine.calls)
+    assert search(tmp_path, machine).run() == state
+    assert len(machine.calls) == calls
+
+
+def test_recipes_that_fail_do_not_end_the_search(tmp_path: Path) -> None:
+    state = search(tmp_path, Machine(broken=["stack", "full"])).run()
+    assert state.final is not None
+    assert state.final.arm == "lora"
+    assert state.arm("stack").stopped == "failed: the loss is not finite"
+
+
+def test_if_all_recipes_fail_the_reasons_are_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"No recipe could be trained: stack failed: the loss is not finite; full"):
+        search(tmp_path, Machine(broken=list(RECIPES))).run()
+
+
+def test_a_short_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingError, match=r"time must be at least 1min, got 30 s"):
+        search(tmp_path, Machine(), 30)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"format": 1, "settings": 3}', '{"format": 99}'])
+def test_a_damaged_state_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / NAME).write_text(text)
+    with pytest.raises(UserError, match=re.escape(NAME)):
+        read_state(tmp_path)
+
+
+def test_the_state_is_usable_after_every_slice(tmp_path: Path) -> None:
+    machine = Machine()
+    read: list[SearchState | None] = []
+    run_slice: Callable[..., Any] = machine.run_slice
+
+    def reading(*given: Any) -> Any:
+        ended = run_slice(*given)
+        read.append(read_state(tmp_path))
+        return ended
+
+    machine.run_slice = reading  # type: ignore[method-assign]
+    search(tmp_path, machine).run()
+    assert all(state is not None and state.running is not None for state in read)
