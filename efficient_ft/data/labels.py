@@ -354,7 +354,8 @@ class _Reader:
         if len(values) > _MANY or not all(math.isfinite(one) and one.is_integer() for one in values):
             self._numbers = (
                 f"The labels in column {self._form.columns[0]!r} are {len(values)} different numbers, from"
-                f" {min(values):g} to {max(values):g}, and each number is a class. For numbers, set task=regression."
+                f" {min(values):g} to {max(values):g}, and each number is a class. To predict numbers, set"
+                " task=regression."
             )
             self._notes.append(self._numbers)
 
@@ -438,7 +439,7 @@ class _Images:
             return path
         found = stems.get(name, ())
         if len(found) > 1:
-            raise UserError(f"{place}: {short(value)} could be {some(found)}. Write the extension of the image.")
+            raise UserError(f"{place}: {short(value)} could be {some(found)}. Add the file extension.")
         return os.path.join(folder, found[0]) if found else None
 
     def _listed(self, folder: str) -> tuple[frozenset[str], dict[str, list[str]]]:

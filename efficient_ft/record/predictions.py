@@ -1,4 +1,4 @@
-"""Predictions for the single samples of a run, in the file ``predictions.npz``.
+"""Predictions for the individual samples of a run, in the file ``predictions.npz``.
 
 The arrays of a split have one row for each evaluated sample. The array `index` contains the indices of the samples in
 the split, (N,). A classifier has the arrays `label` and `predicted` (classes, (N,)) and `probability` (of the predicted
@@ -58,7 +58,7 @@ def read_predictions(run: Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
             for key in arrays.files:
                 task, split, name = key.rsplit("/", 2)
                 found.setdefault(task, {}).setdefault(split, {})[name] = arrays[key]
-    except FileNotFoundError:  # an older version, or a kind without predictions of single samples
+    except FileNotFoundError:  # an older version, or a kind without predictions of individual samples
         return {}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"The file {run / NAME} is damaged. {START_AGAIN}") from error

@@ -148,7 +148,7 @@ def test_ids_without_extensions_in_a_subfolder(write: Write) -> None:
     with pytest.raises(UserError, match=r"labels\.csv, line 2: the image id0 does not exist .*10 such rows.*=train"):
         read(root)
     save(root / "train" / "id0.png", 0)
-    with pytest.raises(UserError, match=r"id0 could be id0\.jpg, id0\.png\. Write the extension"):
+    with pytest.raises(UserError, match=r"id0 could be id0\.jpg, id0\.png\. Add the file extension"):
         read(root, folder="train")
 
 

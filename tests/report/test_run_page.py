@@ -88,7 +88,7 @@ def test_the_page_of_a_classifier(classified: Path, tmp_path: Path) -> None:
     for index in range(2):
         recall = found["correct"][index] / 10
         assert f'data-value="{recall:.6g}">{format_percent(recall, digits=1)}' in bare
-    for title in ("Classes", "Single images", "Training curves", "Costs", "Changes by the methods"):
+    for title in ("Classes", "Individual images", "Training curves", "Costs", "Changes by the methods"):
         assert f">{title}</h2>" in bare
     for name in ("Loss", "Accuracy", "Learning rate", "Memory"):
         assert f"<h3>{name}</h3>" in bare
@@ -158,11 +158,11 @@ def test_missing_and_changed_images_are_reported_in_a_line(
     one = next(iter((data / "test").rglob("*.png")))
     one.rename(one.with_name("renamed.png"))
     assert report(run_folder, tmp_path / "out")[1] == [
-        "The data have changed since the run. The page therefore shows no single samples."
+        "The data have changed since the run. The page therefore shows no individual samples."
     ]
     shutil.rmtree(data)
     run_command("report", [str(run_folder)])
-    assert "The page therefore shows no single samples." in unwrapped(capsys.readouterr().out)
+    assert "The page therefore shows no individual samples." in unwrapped(capsys.readouterr().out)
     text = (run_folder / "report" / PAGE).read_text(encoding="utf-8")
     assert "<img" not in text
     assert "Confusion matrix" in text
@@ -180,7 +180,7 @@ def test_runs_of_earlier_versions_have_a_page(classified: Path, tmp_path: Path) 
     assert not notes
     assert "Training curves</h2>" in text
     assert "Classes</h2>" not in text
-    assert "The uncertainty of the accuracy is not computed from one run." in text
+    assert "No interval is computed for the accuracy." in text
 
 
 @pytest.mark.usefixtures("without_cost")
@@ -209,7 +209,7 @@ def test_several_labels(root: Path, tmp_path: Path) -> None:
     for share in (*expected, *f1):
         assert f"{format_percent(share, digits=1)}" in text
     assert "Confusion matrix" not in text
-    assert "Single images" not in text
+    assert "Individual images" not in text
 
 
 @pytest.mark.usefixtures("without_cost")
@@ -261,7 +261,7 @@ def test_several_tasks_have_their_own_sections(folders: Path, tmp_path: Path) ->
     text, notes = report(tmp_path / "run", tmp_path / "out")
     for task in ("colours", "planes"):
         assert f">Classes of {task}</h2>" in text
-        assert f">Single images of {task}</h2>" in text
+        assert f">Individual images of {task}</h2>" in text
     assert "(mean of the tasks)" in text
     assert all("Kept tokens" in note for note in notes)
 

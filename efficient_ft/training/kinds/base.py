@@ -52,9 +52,9 @@ class Evaluated(TypedDict):
         scores: all metrics for each split, if the task has several metrics.
         classes: the results of each class for each split, if samples have classes.
         labels: the results of each label for each split, if samples have any number of labels.
-        samples: for each split, the predictions of single samples (`record.predictions`).
+        samples: for each split, the predictions of individual samples (`record.predictions`).
         correct: for each split, the samples that are predicted correctly. Metrics that do not keep the predictions of
-            single samples have no entry.
+            individual samples have no entry.
         tasks: mapping from data sets to the metric of each split, if there are several data sets.
         each: the complete result of each data set, if there are several data sets.
     """
