@@ -33,7 +33,7 @@ _CONFUSIONS, _TARGETS = 30, 4
 _SELECTIONS = {
     "mispredictions": ("Worst mispredictions", "The wrong predictions with the highest probability."),
     "least_certain": ("Least certain predictions", "The predictions with the lowest probability."),
-    "largest_errors": ("Largest errors", "Errors are compared in standard deviations of the target."),
+    "largest_errors": ("Largest errors", "Each error is divided by the standard deviation of its target."),
 }
 
 

@@ -106,10 +106,10 @@ def curves(run: Path, metric: str) -> str:
         found += [_line(rows, key.removeprefix(tasks), key) for key in rows[-1] if key.startswith(tasks)]
     name, form = spelled(metric), "{:.4g}".format if metric in NOT_IN_PERCENT else _percent
     charts.append((name.capitalize() if name.islower() else name, found, form, ""))
-    charts.append(("Learning rate", [_line(rows, "highest of all parameters", "lr")], "{:.3g}".format, ""))
+    charts.append(("Learning rate", [_line(rows, "highest of all parameter groups", "lr")], "{:.3g}".format, ""))
     used = _line(rows, "in use", "memory_bytes")
     memory = [used._replace(y=[value / 2**20 for value in used.y])]
-    note = "Memory of the process, or reserved memory of the GPU, when a row of metrics.jsonl is written."
+    note = "Memory of the process, or reserved memory of the GPU, at each row of metrics.jsonl."
     charts.append(("Memory", memory, lambda mebibytes: format_bytes(mebibytes * 2**20), note))
     figures = [
         line_chart(title, "optimizer step", kept, form, note, zero=title == "Memory")

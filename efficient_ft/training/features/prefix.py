@@ -232,9 +232,9 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     shown = {Form.FP32: "unchanged"} if dtype is not None else {}
     times = ", ".join(f"{format_seconds(value)} ({shown.get(Form(form), form)})" for form, value in seconds.items())
     say(
-        f"The frozen prefix (up to {prefix.end}) is computed in the form {shown.get(prefix.form, prefix.form)}"
-        f" (trainer.prefix=auto). Its features deviate from fp32 by {format_percent(deviation[prefix.form])}."
-        f" The times for a batch of {len(batch)} are {times}."
+        f"trainer.prefix=auto selected '{shown.get(prefix.form, prefix.form)}' for the frozen prefix (up to"
+        f" {prefix.end}). The features deviate from fp32 by {format_percent(deviation[prefix.form])}."
+        f" Times for a batch of {len(batch)}: {times}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 

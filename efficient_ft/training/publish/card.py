@@ -320,4 +320,7 @@ def _data(results: Mapping[str, Any]) -> str:
 def _per_class(summary: Mapping[str, Any], split: str) -> str:
     """Return the smallest and the largest number of samples of a class, or an empty string if they are not known."""
     counts = summary.get("splits", {}).get(split, {}).get("per_class")
-    return f" ({min(counts):,} to {max(counts):,} of each class)" if counts else ""
+    if not counts:
+        return ""
+    low, high = min(counts), max(counts)
+    return f" ({low:,} per class)" if low == high else f" ({low:,} to {high:,} per class)"
