@@ -242,7 +242,7 @@ def test_masks_and_texts(tmp_path: Path) -> None:
     for name, value in iou.items():
         assert f'<td class="word">{name}</td><td data-value="{value:.6g}">' in text
     assert "data:image/png;base64," in text, "images with masks"
-    assert "The uncertainty of the mean IoU is not computed from one run." in text
+    assert "No interval is computed for the mean IoU." in text
 
     run(check(plain_text(write_place(tmp_path), method={"head": {}}, trainer__epochs=1)), tmp_path / "texts")
     text, notes = report(tmp_path / "texts", tmp_path / "out")
