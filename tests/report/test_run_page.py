@@ -247,7 +247,7 @@ def test_masks_and_texts(tmp_path: Path) -> None:
     run(check(plain_text(write_place(tmp_path), method={"head": {}}, trainer__epochs=1)), tmp_path / "texts")
     text, notes = report(tmp_path / "texts", tmp_path / "out")
     assert not notes
-    assert "Single texts</h2>" in text
+    assert "Individual texts</h2>" in text
     assert text.count('<p class="text">') > 10
     assert "Least certain predictions" in text
     assert "<img" not in text
