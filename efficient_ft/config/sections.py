@@ -98,7 +98,7 @@ class TextConfig(Section):
 class LabelsConfig(Section):
     """Settings of a label file, which lists images and their labels: its columns, classes and format."""
 
-    #: Label file (.csv, .tsv, .jsonl, or .parquet with pandas), or one file for each split. Paths are relative to
+    #: Label file (.csv, .tsv, .jsonl, or .parquet with pyarrow), or one file for each split. Paths are relative to
     #: `root`.
     file: Place | Annotated[dict[Literal["train", "val", "test"], Place], Field(min_length=1)]
     #: Folder of the images, relative to `root`. If null, the folder is `root`.
