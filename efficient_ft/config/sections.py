@@ -130,6 +130,8 @@ class LabelsConfig(Section):
 
     #: The kind of task (``task``), which determines how labels are read. `config.check` sets this value.
     _task: str = PrivateAttr(default="classification")
+    #: True to skip unusable rows although ``data.on_corrupt=stop``, which then applies only to image files.
+    _skips_rows: bool = PrivateAttr(default=False)
 
 
 class MultiLabelConfig(Section):

@@ -105,7 +105,8 @@ class _Reader:
     def __init__(self, config: DataConfig, settings: LabelsConfig) -> None:
         self._config, self._settings, self._form = config, settings, FORMS[settings._task](settings)
         self._root = Path(config.root).expanduser()
-        self._skips, self._skipped = config.on_corrupt == "skip", Counter[str]()
+        self._skips = config.on_corrupt == "skip" or settings._skips_rows
+        self._skipped = Counter[str]()
         self._missing = MISSING.union(map(str, settings.missing))
         self._notes: list[str] = []
         self._warnings: list[str] = []

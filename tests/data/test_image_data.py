@@ -35,6 +35,10 @@ def test_validation_that_cannot_be_taken(folders: Make, data_config: Config) -> 
         SettingError, match=r"data\.val_fraction must be > 0 and < 1.*, got 0\.0\..*select_best_on=test"
     ):
         open_data(data_config("folder", root=str(root), val_fraction=0.0), SPEC, 0)
+    config = data_config("folder", root=str(root), val_fraction=0.0)
+    config._stops_early = True  # trainer.patience rejects select_best_on=test
+    with pytest.raises(SettingError, match=r"if the data set has no validation images, got 0\.0\.$"):
+        open_data(config, SPEC, 0)
     assert open_data(data_config("folder", root=str(root), select_best_on="test"), SPEC, 0).splits == {
         "train": 4,
         "test": 1,

@@ -20,7 +20,7 @@ from efficient_ft.core.text import paragraph, spelled
 from efficient_ft.record.collection import Run, collect, group_rows, heading, metrics_of, notes, run_rows
 
 DESCRIPTION = """\
-Print one table of all runs below DIR: metric (such as accuracy), cost, the settings in which the runs differ, and totals
+Print one table of all runs below DIR: metric such as accuracy, cost, the settings in which the runs differ, and totals
 of each run. Runs that differ only in their seed are averaged in one row. Runs with different settings are never
 averaged. --runs prints a row for each run instead. The command names each run that it cannot read.
 
