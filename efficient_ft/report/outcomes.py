@@ -33,6 +33,7 @@ _CONFUSIONS, _TARGETS = 30, 4
 _SELECTIONS = {
     "mispredictions": ("Worst mispredictions", "The wrong predictions with the highest probability."),
     "least_certain": ("Least certain predictions", "The predictions with the lowest probability."),
+    "wrong_labels": ("Most wrong labels", "The predictions with the most missing or wrongly predicted labels."),
     "largest_errors": ("Largest errors", "Each error is divided by the standard deviation of its target."),
 }
 
@@ -190,7 +191,7 @@ def _samples(
         return "", f"{error} The page therefore shows no individual samples."
     names = sorted({name for group in found.values() for one in group for name in (one.label, one.predicted)})
     parts = []
-    if "target" not in samples:
+    if "label" in samples:
         options = "".join(f'<option value="{number}">{escape(name)}</option>' for number, name in enumerate(names))
         parts.append(
             f'<p><label>Show only samples with the true or predicted class <select class="filter"><option value="">all'

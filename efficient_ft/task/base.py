@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.inputs import Inputs
 from efficient_ft.task.class_metrics import Outcomes
-
-#: The input of a network: a batch of images, or a mapping from argument names to tensors.
-Inputs = Tensor | Mapping[str, Tensor]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:

@@ -92,6 +92,10 @@ class LabelScores(_GatheredScores):
             "average_precision": [value if value == value else None for value in precision],
         }
 
+    def samples(self) -> dict[str, np.ndarray]:
+        logits, targets = self._all.compute()
+        return {"labels": (targets > 0).numpy(), "predicted": (logits.sigmoid() >= self._thresholds).numpy()}
+
     def each_class(self) -> dict[int, float]:
         found = average_precision(*self._all.compute()).tolist()
         return {number: value for number, value in enumerate(found) if value == value}

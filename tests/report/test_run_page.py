@@ -26,6 +26,7 @@ from efficient_ft.report.summary import bootstrap_interval, wilson_interval
 from efficient_ft.report.svg import Line, line_chart, matrix
 from efficient_ft.task.gathered import average_precision
 from efficient_ft.training.output import export
+from efficient_ft.training.output.extremes import extreme_samples
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import write_folder
@@ -209,7 +210,19 @@ def test_several_labels(root: Path, tmp_path: Path) -> None:
     for share in (*expected, *f1):
         assert f"{format_percent(share, digits=1)}" in text
     assert "Confusion matrix" not in text
-    assert "Individual images" not in text
+    samples = read_predictions(folder)[""]["test"]
+    order = samples["index"].tolist()
+    with torch.no_grad():
+        flags = logits.sigmoid() >= torch.tensor(json.loads(trained.notes["thresholds"]), dtype=torch.float32)
+    assert samples["labels"].tolist() == (targets[order] > 0).tolist()
+    assert (samples["predicted"] == flags[order].numpy()).mean() > 0.95  # rounding near a threshold
+    wrong = int((samples["labels"] != samples["predicted"]).any(1).sum())
+    assert text.count("<img") == wrong
+    assert "Most wrong labels" in text
+    assert "Show only samples" not in text
+    moved = {**samples, "labels": ~samples["labels"]}
+    with pytest.raises(UserError, match="differ from those of the evaluation"):
+        extreme_samples(data, trained.input, "test", moved)
 
 
 @pytest.mark.usefixtures("without_cost")

@@ -289,7 +289,7 @@ def run_features(
                 f"computing the features takes only {format_percent(share)} of the FLOPs of a training step"
                 f" ({prefix.reason})."
             )
-    return open_features(config, images, prefix, device)
+    return open_features(config, images, prefix, epochs, device)
 
 
 def features_hint(
