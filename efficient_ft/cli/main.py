@@ -109,7 +109,7 @@ def main() -> None:
     os.environ["HYDRA_FULL_ERROR"] = "1"
     with exits.clean_exits():
         register()
-        sys.argv[1:] = slurm.with_launcher(as_settings(sys.argv[1:]))
+        sys.argv[1:] = slurm.with_launcher(as_settings(without_repeated(sys.argv[1:])))
         arguments, unknown = get_args_parser().parse_known_args()
         if unknown:
             dashed = next((one for one in unknown if one.startswith("-")), unknown[0])
@@ -142,6 +142,15 @@ def main() -> None:
             fitted = fitted_help() if arguments.help or arguments.hydra_help else nullcontext()
             with hydra_faults(arguments.overrides, job.__name__), fitted:
                 job()
+
+
+def without_repeated(words: list[str]) -> list[str]:
+    """Remove settings that Lightning sets again at the end of the command of each process that it starts."""
+    added = words[-3:]
+    if len(added) < 3 or not added[1].startswith("hydra.job.name=train_ddp_process_"):
+        return words
+    keys = tuple(f"{word.partition('=')[0]}=" for word in added)
+    return [word for word in words[:-3] if not word.startswith(keys)] + added
 
 
 def check_commandline(arguments: Any) -> list[ComposedJob]:

@@ -91,5 +91,5 @@ def check_augment(key: str, augment: AugmentConfig) -> None:
 
 def check_stored_features(config: Config) -> None:
     """Raise a SettingError if a run stores features but mixes images."""
-    why = "Stored features belong to single images, but MixUp and CutMix mix two images."
+    why = "Each stored feature belongs to one image, but MixUp and CutMix mix two images."
     refuse_mixing("data", config.data.augment, f"with trainer.cache_features={config.trainer.cache_features}", why)

@@ -49,6 +49,7 @@ def check(plain: Mapping[str, Any]) -> Config:
         plain["data"] = next(iter(plain["tasks"].values()), plain.get("data"))
     config = validate(Config, plain, "")
     for data in data_configs(config):
+        data._stops_early = config.trainer.patience is not None
         if data.labels is not None:
             data.labels._task = config.task
     _check_together(config)

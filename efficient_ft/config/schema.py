@@ -198,6 +198,8 @@ class DataConfig(Section):
     decoded_folder: Name = "outputs/decoded"
     #: Maximum size of the decoded images on disk, in bytes or with a unit.
     decoded_limit: str | int | float = "4GB"
+    #: True with `trainer.patience`, which requires a validation split.
+    _stops_early: bool = PrivateAttr(default=False)
 
     @property
     def automatic(self) -> bool:

@@ -98,7 +98,7 @@ class TextConfig(Section):
 class LabelsConfig(Section):
     """Settings of a label file, which lists images and their labels: its columns, classes and format."""
 
-    #: Label file (.csv, .tsv, .jsonl, or .parquet with pandas), or one file for each split. Paths are relative to
+    #: Label file (.csv, .tsv, .jsonl, or .parquet with pyarrow), or one file for each split. Paths are relative to
     #: `root`.
     file: Place | Annotated[dict[Literal["train", "val", "test"], Place], Field(min_length=1)]
     #: Folder of the images, relative to `root`. If null, the folder is `root`.
@@ -130,6 +130,8 @@ class LabelsConfig(Section):
 
     #: The kind of task (``task``), which determines how labels are read. `config.check` sets this value.
     _task: str = PrivateAttr(default="classification")
+    #: True to skip unusable rows although ``data.on_corrupt=stop``, which then applies only to image files.
+    _skips_rows: bool = PrivateAttr(default=False)
 
 
 class MultiLabelConfig(Section):

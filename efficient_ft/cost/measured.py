@@ -161,7 +161,7 @@ def compare(
             late = max_seconds is not None and time.perf_counter() - started > max_seconds
             note = _lack_of_memory(counted, held, free, room if device.type == "cpu" else None)
             if note is None and late and training:
-                note = f"the time limit of {format_seconds(max_seconds or 0)} was reached before this step was timed"
+                note = f"the time limit of {format_seconds(max_seconds or 0)} was reached"
             step = _started(probe, device) if note is None else note
             if isinstance(step, str):
                 notes[name] = f"not timed: {step}"

@@ -18,6 +18,7 @@ from efficient_ft.data.counts import counted, some
 from efficient_ft.data.images import EXTENSIONS as IMAGES
 from efficient_ft.data.splits import split_of
 from efficient_ft.data.tables import (
+    PARQUET,
     TABLES,
     Record,
     Records,
@@ -99,7 +100,9 @@ def no_header(path: Path, read: Records, data: str, what: str, image: str | None
 
 
 def _advice(path: Path, read: Records, settings: LabelsConfig) -> str:
-    """Return advice for a file that may have no header, or an empty string if a column has a common name."""
+    """Return advice on a Parquet file with unread columns or on a file that may have no header, or an empty string."""
+    if suffix_of(path) == PARQUET:
+        return "".join(f" {note}" for note in read.notes)
     if not without_header(path, settings) or len(read.columns) < 2 or named(read.columns, (*FILES, *_SPLITS)):
         return ""
     return f" If the first line contains data, set {_names(read.columns)}."
@@ -243,5 +246,6 @@ def labels_in(cell: Any, separator: str | None, place: str) -> list[str]:
 
 
 def place_of(path: Path, record: Record) -> str:
-    """Return the name of the file and the line of a record, for messages."""
-    return f"{printable(path.name)}, line {record.first}"
+    """Return the name of the file and the line or row of a record, for messages."""
+    unit = "row" if suffix_of(path) == PARQUET else "line"
+    return f"{printable(path.name)}, {unit} {record.first}"

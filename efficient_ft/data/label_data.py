@@ -15,12 +15,16 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line
+from efficient_ft.data.counts import some, verb
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.label_forms import LabelForm, Numbers, SeveralLabels
 from efficient_ft.data.listing import Listing, Samples, split_by_groups, stratified_split
 from efficient_ft.data.loader import SplitDataset
+
+#: Minimum number of images with a label for which the threshold of this label is tuned without a warning.
+_FEW = 5
 
 
 class _LabelFileData(ImageData):
@@ -62,6 +66,17 @@ class MultiLabelData(_LabelFileData):
     def _per_class(self, part: Samples) -> np.ndarray:
         counts: np.ndarray = part.labels.sum(0).astype(np.int64)
         return counts
+
+    def warn_of_few_images(self) -> None:
+        """Add a warning if the thresholds of some labels are tuned on very few images with the label."""
+        counts = self._per_class(self._parts[self.best_split])
+        few = [f"{name} ({count})" for name, count in zip(self.class_names, counts, strict=True) if count < _FEW]
+        if few:
+            self._warnings.append(
+                f"Fewer than {_FEW} {self.best_split} images have {verb(len(few), 'this label', 'these labels')}:"
+                f" {some(few, 10)}. Thresholds that are tuned on so few images are not reliable. Add images, increase"
+                " data.val_fraction, or set multilabel.thresholds=0.5."
+            )
 
     def _text(self, row: np.ndarray) -> str:
         names = [plain_line(name) for name, flag in zip(self.class_names, row, strict=True) if flag]

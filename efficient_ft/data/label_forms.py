@@ -16,7 +16,7 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.file_list import Paths
 from efficient_ft.data.label_columns import cell_text, find_separator, flag, is_number, labels_in, named
 from efficient_ft.data.listing import Samples
-from efficient_ft.data.tables import Records, short
+from efficient_ft.data.tables import MISSING, Records, short
 
 #: Number of groups of equal size into which targets are sorted before images are held out.
 _QUANTILES = 10
@@ -156,7 +156,9 @@ class Numbers(LabelForm):
     names = ("target", "targets", "value", "score", "label", "labels", "number", "age", "price")
 
     def recognize(self, read: Records, others: Sequence[str]) -> list[str]:
-        numeric = [column for column in others if all(is_number(one.cells.get(column)) for one in read.records)]
+        known = {column: [cell_text(one.cells.get(column)) for one in read.records] for column in others}
+        filled = {column: [cell for cell in cells if cell not in MISSING] for column, cells in known.items()}
+        numeric = [column for column, cells in filled.items() if cells and all(map(is_number, cells))]
         return super().recognize(read, others if named(others, self.names) else numeric)
 
     def parse(self, cells: Mapping[str, Any], place: str) -> tuple[Any, ...]:

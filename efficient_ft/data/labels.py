@@ -105,10 +105,12 @@ class _Reader:
     def __init__(self, config: DataConfig, settings: LabelsConfig) -> None:
         self._config, self._settings, self._form = config, settings, FORMS[settings._task](settings)
         self._root = Path(config.root).expanduser()
-        self._skips, self._skipped = config.on_corrupt == "skip", Counter[str]()
+        self._skips = config.on_corrupt == "skip" or settings._skips_rows
+        self._skipped = Counter[str]()
         self._missing = MISSING.union(map(str, settings.missing))
         self._notes: list[str] = []
         self._warnings: list[str] = []
+        self._unlabeled: set[str] = set()  # images of rows that are left out
         self._numbers = ""  # sentence on labels that are probably targets
         self._images = _Images(self._root / (settings.folder or "."))
 
@@ -140,7 +142,7 @@ class _Reader:
             )
         for reason, count in self._skipped.items():
             self._notes.append(f"{counted(count, 'row')} {verb(count, 'is', 'are')} left out: {reason}.")
-        unlisted = self._images.others(entries)
+        unlisted = self._images.others({*entries, *self._unlabeled})
         left_out = {"images that the label file does not list": unlisted} if unlisted else {}
         about: dict[str, Any] = {"notes": self._notes, "warnings": self._warnings, "origins": origins}
         return Listing(list(names), train, val, test, **about, left_out=left_out)
@@ -212,9 +214,10 @@ class _Reader:
         if unused or None in (settings.image, settings.label, settings.split if splits is not None else "none"):
             self._notes.append(f"Columns of {printable(path.name)}: {', '.join(about)} (data.labels).")
         for record, of_row in zip(read.records, splits or [None] * len(read.records), strict=True):
-            if of_row == _UNUSED:
-                continue
             place, value = place_of(path, record), cell_text(record.cells.get(image))
+            if of_row == _UNUSED:
+                self._unlabeled.add(self._images.find(value, place) or "")
+                continue
             cells = {column: record.cells.get(column) for column in labels}
             empty = [column for column, cell in cells.items() if self._is_missing(cell)]
             problem = None
@@ -229,6 +232,7 @@ class _Reader:
                 yield value, form.parse(known, place), split or of_row, place
             elif self._skips:
                 self._skipped[problem] += 1
+                self._unlabeled.add(self._images.find(value, place) or "")
             else:
                 do = "Correct the row, or skip such rows with data.on_corrupt=skip."
                 raise UserError(f"{place}: {problem}. {do}")
@@ -354,7 +358,8 @@ class _Reader:
         if len(values) > _MANY or not all(math.isfinite(one) and one.is_integer() for one in values):
             self._numbers = (
                 f"The labels in column {self._form.columns[0]!r} are {len(values)} different numbers, from"
-                f" {min(values):g} to {max(values):g}, and each number is a class. For numbers, set task=regression."
+                f" {min(values):g} to {max(values):g}, and each number is a class. To predict numbers, set"
+                " task=regression."
             )
             self._notes.append(self._numbers)
 
@@ -438,7 +443,7 @@ class _Images:
             return path
         found = stems.get(name, ())
         if len(found) > 1:
-            raise UserError(f"{place}: {short(value)} could be {some(found)}. Write the extension of the image.")
+            raise UserError(f"{place}: {short(value)} could be {some(found)}. Add the file extension.")
         return os.path.join(folder, found[0]) if found else None
 
     def _listed(self, folder: str) -> tuple[frozenset[str], dict[str, list[str]]]:

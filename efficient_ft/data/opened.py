@@ -88,7 +88,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
                 raise SettingError("data.select_best_on", "test", "val", f"There are no test {noun}s.")
             self._notes.append(f"The best epoch is selected on the test {noun}s (data.select_best_on=test).")
         elif "val" not in parts:
-            fraction = self._config.val_fraction
+            fraction, test = self._config.val_fraction, test and not self._config._stops_early
             other = f"select the best epoch on the test {noun}s with data.select_best_on=test."
             if not 0 < fraction < 1:
                 known = f"> 0 and < 1 if the data set has no validation {noun}s"

@@ -24,6 +24,7 @@ from efficient_ft.core.errors import SettingError, UserError, did_you_mean, firs
 from efficient_ft.core.text import plain_line, printable
 from efficient_ft.data.counts import counted, shortened, some, verb
 from efficient_ft.data.file_list import unreadable
+from efficient_ft.data.parquet import read_parquet
 
 #: Byte order marks and their encodings. UTF-32 precedes UTF-16, because the little-endian mark of UTF-32 begins with
 #: the mark of UTF-16.
@@ -231,7 +232,10 @@ def read_records(path: Path, form: TableFormat) -> Records:
     """
     kind, name = suffix_of(path), printable(path)
     if kind == PARQUET and form.parquet:
-        return _read_parquet(path)
+        rows, columns, notes = read_parquet(path)
+        if not rows:
+            raise UserError(f"The file {name} contains no rows.")
+        return Records([Record(row, number, number) for number, row in enumerate(rows, 1)], len(rows), notes, columns)
     if kind not in EXTENSIONS:
         known = " ".join(EXTENSIONS + (PARQUET,) * form.parquet)
         other = " Write one object per line, for example with jq -c '.[]' FILE > FILE.jsonl." if kind == ".json" else ""
@@ -251,30 +255,6 @@ def read_records(path: Path, form: TableFormat) -> Records:
     return found
 
 
-def _read_parquet(path: Path) -> Records:
-    """Read a Parquet file with pandas, which is imported only here."""
-    name = printable(path)
-    try:
-        import pandas  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-        frame = pandas.read_parquet(path)
-    except ImportError as error:
-        raise UserError(
-            f"The file {name} is a Parquet file, which requires pandas and pyarrow ({first_line(error)}). Run pip"
-            " install 'efficient-ft[parquet]', or save the table as .csv or .jsonl."
-        ) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
-    except Exception as error:  # the errors of pyarrow and fastparquet have no common base class
-        raise UserError(f"The file {name} cannot be read as Parquet ({first_line(error)}). Copy it again.") from error
-    columns = [str(column) for column in frame.columns]
-    # JSON contains plain numbers, texts, lists and null instead of the types of NumPy and pandas.
-    rows = json.loads(frame.set_axis(columns, axis=1).to_json(orient="records", double_precision=15))
-    if not rows:
-        raise UserError(f"The file {name} contains no rows.")
-    return Records([Record(row, number, number) for number, row in enumerate(rows, 1)], len(rows), columns=columns)
-
-
 def require_columns(
     path: Path, found: Records, form: TableFormat, wanted: Sequence[tuple[str, str]], ending: str = ""
 ) -> None:
@@ -283,13 +263,14 @@ def require_columns(
     `wanted` contains pairs of a setting of the section and the name of its column. The message about a missing column
     ends with `ending`.
     """
-    name, columns, table = printable(path), found.columns, suffix_of(path) in TABLES
+    name, columns, kind = printable(path), found.columns, suffix_of(path)
+    table = kind in TABLES
     for setting, column in wanted:
         if columns.count(column) > 1:
             raise UserError(f"The file {name} contains two columns {column!r}. Rename one of the columns.")
         if column in columns:
             continue
-        place = name if table else f"{name}, line {found.records[0].first}"
+        place = name if table or kind == PARQUET else f"{name}, line {found.records[0].first}"
         shown = some([short(one) or "(no name)" for one in columns], 10)
         same = [one for one in columns if one.casefold() == column.casefold()]
         advice = f" Did you mean {same[0]!r}?" if same else did_you_mean(column, columns)

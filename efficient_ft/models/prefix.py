@@ -25,12 +25,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.inputs import Inputs
 from efficient_ft.models.frozen_batch_norm import FROZEN
 from efficient_ft.models.prefix_form import Folds, Form, find_folds, replaced_forwards
 from efficient_ft.models.weight_dtype import autocast_for
 
-#: Images (B, C, H, W), or a mapping with the inputs of texts, (B, L) each.
-Inputs = Tensor | Mapping[str, Tensor]
 #: Maximum number of cuts that are tried, starting with the last cut. Cuts in a residual branch are often invalid.
 _TRIES = 12
 #: End of the reason for a prefix that ends before a BatchNorm layer whose statistics are not frozen.

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.utils._pytree import tree_map
 
-from efficient_ft.models.prefix import FrozenPrefix, Inputs, _Call, _Like, _Output
+from efficient_ft.core.inputs import Inputs
+from efficient_ft.models.prefix import FrozenPrefix, _Call, _Like, _Output
 
 
 class PrefixLengths:

@@ -252,7 +252,7 @@ def _resized(
         if not name.endswith(_TABLE):
             was, now = (shape[-2] for shape in (weights[name].shape, target.shape))
             sizes = f"{own[0]}×{own[1]} to {size[0]}×{size[1]} pixels (model.image_size)"
-            notes.append(f"the number of positions was changed from {was} to {now}, for images of {sizes}")
+            notes.append(f"position embeddings were resized from {was} to {now} positions, for images of {sizes}")
         weights[name] = resized
     random.load_state_dict(weights)
     notes += [f"{tables} relative position bias tables were resized"] if tables else []

@@ -251,7 +251,7 @@ def _changes(given: Mapping[str, Tensor], taken: Mapping[str, Tensor], new_heads
     for name in changed:
         was, now, end = given[name].shape, taken[name].shape, name.rpartition(".")[2]
         if end == "pos_embed" and len(was) == len(now) == 3:
-            words.append(f"the number of positions was changed from {was[1]} to {now[1]}")
+            words.append(f"position embeddings were resized from {was[1]} to {now[1]} positions")
         elif name.endswith("patch_embed.proj.weight") and len(was) == len(now) == 4 and was[2:] != now[2:]:
             words.append(f"patches were resized from {was[2]}×{was[3]} to {now[2]}×{now[3]}")
         elif len(was) == len(now) == 4 and was[1] != now[1] and was[2:] == now[2:]:

@@ -1,4 +1,4 @@
-"""Results of the single classes of a classifier in results.json: counts, confusions and calibration.
+"""Results of each class of a classifier in results.json: counts, confusions and calibration.
 
 The file contains integer counts. The functions of this module compute recall, precision and the confusion matrix.
 """

@@ -7,7 +7,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import NOT_IN_PERCENT
 from efficient_ft.core.sheet import Cell, render
-from efficient_ft.core.text import markdown_text
+from efficient_ft.core.text import markdown_text, spelled
 from efficient_ft.record import config_file, results
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.formats import USE_ITS_VERSION
@@ -166,11 +166,8 @@ def _run(name: str, path: Path, found: Results) -> Run:
     return Run(name, path, found, config, group)
 
 
-#: Functions that return the value of a column for the results of a run: accuracies in percent, costs per image, totals.
+#: Functions that return the value of a column for the results of a run: costs per image, totals.
 NUMBERS: dict[str, Any] = {
-    "test accuracy %": lambda r: _percent(r, "test"),
-    "best accuracy %": lambda r: _percent(r, "best"),
-    "last accuracy %": lambda r: _percent(r, "last"),
     "forward MFLOPs/sample": lambda r: r["cost"]["executed"]["forward_flops"] / 1e6,
     "backward MFLOPs/sample": lambda r: r["cost"]["executed"]["backward_flops"] / 1e6,
     "saved MiB/sample": lambda r: r["cost"]["executed"]["saved_bytes"] / 2**20,
@@ -180,27 +177,42 @@ NUMBERS: dict[str, Any] = {
     "seconds": lambda r: r["totals"]["seconds"],
     "joules": lambda r: r["totals"]["joules"],
     "trainable M": lambda r: r["trainable_parameters"] / 1e6,
-    "published accuracy %": lambda r: _percent({"accuracy": r["config"]}, "published"),
+    "published accuracy %": lambda r: None if (one := r["config"].get("published")) is None else 100 * one,
 }
-#: Further columns, if a run has a metric that is not a fraction (`core.format.NOT_IN_PERCENT`).
-_PLAIN: dict[str, Any] = {
-    "test R²": lambda r: r["accuracy"].get("test") if in_plain_numbers(r) else None,
-    "best R²": lambda r: r["accuracy"]["best"] if in_plain_numbers(r) else None,
-}
+#: Values of the metric that have a column.
+SCORES = ("test", "best", "last")
+
+
+def metric_of(results: Mapping[str, Any]) -> str:
+    """Return the name of the metric of a run."""
+    return str(results["accuracy"].get("metric", "accuracy"))
+
+
+def metrics_of(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the metrics of the runs."""
+    return list(dict.fromkeys(metric_of(run.results) for run in runs))
 
 
 def in_plain_numbers(results: Mapping[str, Any]) -> bool:
     """Return True if the metric of a run is not a fraction, and is therefore not converted to a percentage."""
-    return results["accuracy"].get("metric") in NOT_IN_PERCENT
+    return metric_of(results) in NOT_IN_PERCENT
 
 
-def _percent(results: Mapping[str, Any], key: str) -> float | None:
-    fraction = results["accuracy"].get(key)
-    return None if fraction is None or in_plain_numbers(results) else 100 * fraction
+def heading(metric: str) -> str:
+    """Return the display name of a metric with its unit: ``accuracy %``, ``mAP %`` or ``R²``."""
+    return spelled(metric) if metric in NOT_IN_PERCENT else f"{spelled(metric)} %"
+
+
+def _score(results: Mapping[str, Any], key: str, metric: str) -> float | None:
+    value = results["accuracy"].get(key)
+    if value is None or metric_of(results) != metric:
+        return None
+    return float(value if metric in NOT_IN_PERCENT else 100 * value)
 
 
 def _columns(runs: Sequence[Run]) -> dict[str, Any]:
-    return {**(_PLAIN if any(in_plain_numbers(run.results) for run in runs) else {}), **NUMBERS}
+    pairs = [(metric, key) for metric in metrics_of(runs) for key in SCORES]
+    return {f"{key} {heading(metric)}": partial(_score, key=key, metric=metric) for metric, key in pairs} | NUMBERS
 
 
 def varying(runs: Sequence[Run]) -> list[str]:
@@ -234,22 +246,22 @@ def run_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
 def group_rows(collection: Collection) -> tuple[list[str], list[list[Cell]]]:
     """Return the header, and one row for each group of runs that differ only in their seed.
 
-    Each row contains the means over the runs and the standard deviation of the test accuracy.
+    Each row contains the means over the runs and the standard deviation of the metric on test data.
     """
     settings = varying(collection.runs)
     numbers = _columns(collection.runs)
-    header = ["method", "model", "data", *settings, "seeds", "test accuracy % ±", *numbers]
+    metrics = metrics_of(collection.runs)
+    spreads = [f"test {heading(metric)} ±" for metric in metrics]
+    header = ["method", "model", "data", *settings, "seeds", *spreads, *numbers]
     rows: list[list[Cell]] = []
     for group in groups(collection.runs):
         first = group[0]
         flat = first.settings
         what: list[Cell] = [first.method, first.config.model.name, first.data]
         values: list[Cell] = [str(flat[name]) if name in flat else None for name in settings]
-        tests = [_percent(run.results, "test") for run in group]
-        known = [value for value in tests if value is not None]
-        spread = _rounded(statistics.stdev(known)) if len(known) > 1 else None
+        deviations = [_deviation([_score(run.results, "test", metric) for run in group]) for metric in metrics]
         means = [_mean(of(run.results) for run in group) for of in numbers.values()]
-        rows.append([*what, *values, " ".join(str(run.config.seed) for run in group), spread, *means])
+        rows.append([*what, *values, " ".join(str(run.config.seed) for run in group), *deviations, *means])
     return header, rows
 
 
@@ -314,6 +326,11 @@ def missing_seeds(collection: Collection) -> list[str]:
 def _mean(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return _rounded(sum(known) / len(known)) if known else None
+
+
+def _deviation(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _rounded(statistics.stdev(known)) if len(known) > 1 else None
 
 
 def _rounded(value: float | None) -> float | None:

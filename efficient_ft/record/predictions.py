@@ -1,8 +1,9 @@
-"""Predictions for the single samples of a run, in the file ``predictions.npz``.
+"""Predictions for the individual samples of a run, in the file ``predictions.npz``.
 
 The arrays of a split have one row for each evaluated sample. The array `index` contains the indices of the samples in
 the split, (N,). A classifier has the arrays `label` and `predicted` (classes, (N,)) and `probability` (of the predicted
-class, float32 (N,)). A regression has the arrays `target` and `predicted` (float32 (N, targets)), in the units of the
+class, float32 (N,)). Images with several labels have the arrays `labels` and `predicted` (bool (N, labels)). A
+regression has the arrays `target` and `predicted` (float32 (N, targets)), in the units of the
 user.
 """
 
@@ -58,7 +59,7 @@ def read_predictions(run: Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
             for key in arrays.files:
                 task, split, name = key.rsplit("/", 2)
                 found.setdefault(task, {}).setdefault(split, {})[name] = arrays[key]
-    except FileNotFoundError:  # an older version, or a kind without predictions of single samples
+    except FileNotFoundError:  # an older version, or a kind without predictions of individual samples
         return {}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"The file {run / NAME} is damaged. {START_AGAIN}") from error
@@ -73,8 +74,10 @@ def selections(samples: SamplePredictions) -> dict[str, np.ndarray]:
     """Return the rows of at most `SHOWN` samples of each selection, as int64 arrays.
 
     The selections of a classifier are ``mispredictions`` (wrong predictions with the highest probability) and
-    ``least_certain`` (predictions with the lowest probability). The selection of a regression is ``largest_errors``,
-    where an error is divided by the standard deviation of its target. Samples with equal values keep their order.
+    ``least_certain`` (predictions with the lowest probability). The selection of images with several labels is
+    ``wrong_labels`` (the largest number of labels that are missing or wrongly predicted). The selection of a regression
+    is ``largest_errors``, where an error is divided by the standard deviation of its target. Samples with equal values
+    keep their order.
     """
     import numpy as np
 
@@ -82,6 +85,9 @@ def selections(samples: SamplePredictions) -> dict[str, np.ndarray]:
         errors = np.abs(samples["predicted"] - samples["target"])
         scaled = errors / np.maximum(samples["target"].std(0), np.finfo(np.float32).tiny)
         return {"largest_errors": np.argsort(-scaled.max(1), kind="stable")[:SHOWN]}
+    if "labels" in samples:
+        errors = (samples["labels"] != samples["predicted"]).sum(1)
+        return {"wrong_labels": np.argsort(-errors, kind="stable")[: min(SHOWN, int((errors > 0).sum()))]}
     probability = samples["probability"]
     wrong = np.flatnonzero(samples["label"] != samples["predicted"])
     worst = wrong[np.argsort(-probability[wrong], kind="stable")]

@@ -15,6 +15,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.data import missing_data, open_data
 from efficient_ft.data.counts import shortened
 from efficient_ft.methods.build import build_methods
+from efficient_ft.methods.tokens.tome import ToMe
 from efficient_ft.models.view import view
 from efficient_ft.report.figures import Drawing
 from efficient_ft.report.record import block_labels
@@ -57,6 +58,8 @@ def kept_tokens(run: Path, config: Config, count: int) -> Kept:
     Raises:
         UserError: If weights or data are missing, if no tokens are dropped, or if the token positions are unknown.
     """
+    if merging := next((method.name for method in build_methods(config) if isinstance(method, ToMe)), None):
+        raise UserError(f"{merging} merges tokens, so a token has no single position in the image.")
     trained = export.load(run)
     missing = missing_data(config.data)
     if missing is not None:

@@ -1,4 +1,4 @@
-"""Sections of the page of a run with the results of classes and of single samples, for each kind of task."""
+"""Sections of the page of a run with the results of classes and of individual samples, for each kind of task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ _CONFUSIONS, _TARGETS = 30, 4
 _SELECTIONS = {
     "mispredictions": ("Worst mispredictions", "The wrong predictions with the highest probability."),
     "least_certain": ("Least certain predictions", "The predictions with the lowest probability."),
-    "largest_errors": ("Largest errors", "Errors are compared in standard deviations of the target."),
+    "wrong_labels": ("Most wrong labels", "The predictions with the most missing or wrongly predicted labels."),
+    "largest_errors": ("Largest errors", "Each error is divided by the standard deviation of its target."),
 }
 
 
@@ -64,7 +65,7 @@ def outcome_sections(run: Path, config: Config, results: Results) -> tuple[list[
         if samples is not None:
             text, missing = _samples(data, spec, missing, task, split, samples, sample)
             if text:
-                sections.append((f"Single {sample}s{title}", text))
+                sections.append((f"Individual {sample}s{title}", text))
     return sections, [missing] if missing else []
 
 
@@ -104,7 +105,7 @@ def classes_html(
         + f"<h3>Results of each class</h3>{html_table(rows, 'Results of each class', words=(0, 5), sort=True)}"
         "<h3>Confusion matrix</h3>"
         f'<p class="note">Rows are true classes, and columns are predicted classes. Darker entries have a larger share'
-        f" of their row. Point at an entry, or focus the matrix and press the arrow keys, to read an entry.{more}</p>"
+        f" of their row. To read an entry, point at it, or focus the matrix and press the arrow keys.{more}</p>"
         f'<div class="pair"><div class="matrix"><div class="wide" role="application" tabindex="0" '
         f'aria-label="Confusion matrix. The arrow keys move between entries.">{matrix(results, names)}</div>'
         '<output aria-live="polite">No entry is selected.</output>'
@@ -153,13 +154,13 @@ def _targets(samples: SamplePredictions, names: Sequence[str], scores: Mapping[s
 
 def _metrics(metrics: Sequence[tuple[str, str]], split: str) -> str:
     values = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in metrics)
-    note = f"Results of the weights of the best epoch on the {split} split."
+    note = f"Results on the {split} split, with the weights of the best epoch."
     return f'{notes([note])}<dl class="tiles">{values}</dl>'
 
 
 def _opened(run: Path, config: Config, results: Results) -> tuple[RunData | None, InputSpec | None, str]:
     """Return the data of a run and the input of its network, or the reason if the data are missing or have changed."""
-    reason = "{} The page therefore shows no single samples."
+    reason = "{} The page therefore shows no individual samples."
     try:
         if absent := [text for one in data_configs(config) if (text := missing_data(one)) is not None]:
             return None, None, reason.format(absent[0])
@@ -181,16 +182,16 @@ def _samples(
     samples: SamplePredictions,
     sample: str,
 ) -> tuple[str, str]:
-    """Return the section with single samples, and the reason if there is no such section."""
+    """Return the section with individual samples, and the reason if there is no such section."""
     if data is None or spec is None:
         return "", missing
     try:
         found = extreme_samples(data.parts[task], spec, split, samples)
     except UserError as error:
-        return "", f"{error} The page therefore shows no single samples."
+        return "", f"{error} The page therefore shows no individual samples."
     names = sorted({name for group in found.values() for one in group for name in (one.label, one.predicted)})
     parts = []
-    if "target" not in samples:
+    if "label" in samples:
         options = "".join(f'<option value="{number}">{escape(name)}</option>' for number, name in enumerate(names))
         parts.append(
             f'<p><label>Show only samples with the true or predicted class <select class="filter"><option value="">all'

@@ -72,7 +72,7 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
     parts += [(one.title, _figure(one)) for one in drawings]
     if record is not None:
         header, rows = table(record)
-        parts.append(("The numbers", html_table([header, *rows], "Step statistics of each block")))
+        parts.append(("Step statistics", html_table([header, *rows], "Step statistics of each block")))
     for drawing in drawings:
         drawing.write(out / drawing.file)
     write_text_atomically(out / PAGE, page(facts, head, parts, messages))
@@ -101,7 +101,7 @@ def page(facts: Mapping[str, str], head: str, sections: Sequence[tuple[str, str]
     """Return the HTML page.
 
     Args:
-        facts: dictionary from titles to facts about the run.
+        facts: mapping from titles to facts about the run.
         head: HTML text above the facts.
         sections: titles and HTML texts of the sections. Sections without text are omitted.
         messages: notes on missing parts.

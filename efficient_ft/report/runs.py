@@ -16,9 +16,19 @@ from typing import Any
 import numpy as np
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.format import NOT_IN_PERCENT
 from efficient_ft.data.inspection import spread
 from efficient_ft.record import collection
-from efficient_ft.record.collection import Collection, Run, in_plain_numbers, notes, run_rows, varying
+from efficient_ft.record.collection import (
+    Collection,
+    Run,
+    heading,
+    in_plain_numbers,
+    metrics_of,
+    notes,
+    run_rows,
+    varying,
+)
 from efficient_ft.record.config_file import NAME as CONFIG
 from efficient_ft.record.files import write_text_atomically
 from efficient_ft.record.results import final_accuracy
@@ -121,9 +131,10 @@ def _splits(found: Collection) -> str:
 def page_data(found: Collection) -> dict[str, Any]:
     """Return the data that is embedded in the page as JSON."""
     header, table = run_rows(found)
-    of_runs = {in_plain_numbers(run.results) for run in found.runs}
-    plain = of_runs == {True}
-    accuracy = "R²" if plain else "accuracy %" if of_runs == {False} else "accuracy % or 100 R²"
+    metrics = metrics_of(found.runs)
+    plain = all(in_plain_numbers(run.results) for run in found.runs)
+    factor = {one: "100 " if one in NOT_IN_PERCENT and not plain else "" for one in metrics}
+    accuracy = " or ".join(f"{factor[one]}{heading(one)}" for one in metrics)
     words = header.index("split")
     names = names_of(found.runs)
     groups = {run.group: number for number, run in enumerate({run.group: run for run in found.runs}.values())}

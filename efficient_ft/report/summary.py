@@ -40,7 +40,7 @@ def headline(run: Path, config: Config, results: Results) -> str:
     split = accuracy["split"] if accuracy["test"] is None else split
     sample = TASKS[config.task].sample if config.task in TASKS else "sample"
     value, form = final_accuracy(accuracy), partial(format_metric, metric=metric)
-    about = "The 95 % interval covers the choice of the evaluated {}s, but not the differences between seeds."
+    about = "The 95 % interval covers the sampling of the evaluated {}s, but not the differences between seeds."
     counts, samples = data.get("classes", {}).get(split), read_predictions(run).get("", {}).get(split)
     mean = " (mean of the tasks)" if config.tasks else ""
     if counts is not None:
@@ -52,8 +52,8 @@ def headline(run: Path, config: Config, results: Results) -> str:
         size = f"95 % interval {form(low)} to {form(high)}, {len(samples['target']):,} {sample}s"
     else:
         size = f"{data.get('splits', {}).get(split, 0):,} {sample}s" if "splits" in data else ""
-        about = f"The uncertainty of the {spelled(metric)} is not computed from one run."
-    chosen = f" The best epoch was selected on these {sample}s, which raises the value."
+        about = f"No interval is computed for the {spelled(metric)}."
+    chosen = f" The best epoch was selected on these {sample}s, so the value is too optimistic."
     about = about.format(sample) + (chosen if accuracy["split"] == split else "")
     result = (
         f'<p class="result"><span>{escape(spelled(metric))} on the {split} split{mean}</span> <strong>{form(value)}'
@@ -67,7 +67,7 @@ def headline(run: Path, config: Config, results: Results) -> str:
 
 
 def further_facts(config: Config, results: Results) -> dict[str, str]:
-    """Return a dictionary from titles to facts about the training of a finished run."""
+    """Return a mapping from titles to facts about the training of a finished run."""
     trained, total, optim = results["trainable_parameters"], results["total_parameters"], config.optim
     share = f"{format_number(trained)} of {format_number(total)} ({format_percent(trained / total)})"
     splits = results["data"].get("splits", {})
@@ -106,10 +106,10 @@ def curves(run: Path, metric: str) -> str:
         found += [_line(rows, key.removeprefix(tasks), key) for key in rows[-1] if key.startswith(tasks)]
     name, form = spelled(metric), "{:.4g}".format if metric in NOT_IN_PERCENT else _percent
     charts.append((name.capitalize() if name.islower() else name, found, form, ""))
-    charts.append(("Learning rate", [_line(rows, "highest of all parameters", "lr")], "{:.3g}".format, ""))
+    charts.append(("Learning rate", [_line(rows, "highest of all parameter groups", "lr")], "{:.3g}".format, ""))
     used = _line(rows, "in use", "memory_bytes")
     memory = [used._replace(y=[value / 2**20 for value in used.y])]
-    note = "Memory of the process, or reserved memory of the GPU, when a row of metrics.jsonl is written."
+    note = "Memory of the process, or reserved memory of the GPU, at each row of metrics.jsonl."
     charts.append(("Memory", memory, lambda mebibytes: format_bytes(mebibytes * 2**20), note))
     figures = [
         line_chart(title, "optimizer step", kept, form, note, zero=title == "Memory")
@@ -132,7 +132,7 @@ def costs(config: Config, results: Results) -> str:
     batch, totals, plain = config.data.batch_size, results["totals"], cast("dict[str, Any]", results)
     rows = cost_rows(plain["cost"], "+".join(config.method), batch, sample)
     baseline = "" if len(rows[0]) > 2 else (
-        '<p class="note">The run has no costs of full fine-tuning to compare with (cost.baseline), or both are'
+        '<p class="note">The costs are not compared with a baseline, because cost.baseline is not set or its costs are'
         " equal.</p>"
     )  # fmt: skip
     whole = [
@@ -150,7 +150,7 @@ def costs(config: Config, results: Results) -> str:
 
 
 def methods(results: Results) -> str:
-    """Return what each method changed, or an empty string without reports of methods."""
+    """Return the changes that each method made, or an empty string if the run has no reports of methods."""
     facts = {name: one["summary"] for name, one in results["methods"].items() if one.get("summary")}
     return definitions(facts) if facts else ""
 

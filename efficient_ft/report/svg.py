@@ -68,7 +68,7 @@ def scatter(title: str, true: np.ndarray, predicted: np.ndarray) -> str:
             for a, b in zip(true[kept].tolist(), predicted[kept].tolist(), strict=True)]  # fmt: skip
     alt = f"{title}: predicted values against true values, both between {low:.4g} and {high:.4g}."
     note = f" {len(kept)} of {len(true)} samples are shown." if len(kept) < len(true) else ""
-    caption = f"Predicted value (vertical) against true value. The line shows exact predictions.{note}"
+    caption = f"Predicted values (vertical) against true values (horizontal). The line marks exact predictions.{note}"
     return (
         f"<figure><h3>{escape(title)}</h3>{axes.svg(line + ''.join(dots), alt)}"
         f"<figcaption>{caption}</figcaption></figure>"

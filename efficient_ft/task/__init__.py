@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from efficient_ft.task.base import Inputs, Scores, Task, moved, tensors_of, total_weight
+from efficient_ft.core.inputs import Inputs
+from efficient_ft.task.base import Scores, Task, moved, tensors_of, total_weight
 from efficient_ft.task.classification import Classification, TextClassification
 from efficient_ft.task.multilabel import MultiLabel
 from efficient_ft.task.regression import Regression

@@ -14,10 +14,8 @@ from torch.nn import functional as F
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
+from efficient_ft.core.inputs import Inputs
 from efficient_ft.task.class_metrics import Outcomes
-
-#: The input of a network: a batch of images, or a mapping from argument names to tensors.
-Inputs = Tensor | Mapping[str, Tensor]
 
 
 def tensors_of(inputs: Inputs) -> list[Tensor]:
@@ -122,7 +120,7 @@ class Task(ABC):
 
     @property
     def class_metric(self) -> str:
-        """The name of the metric for a single class."""
+        """The name of the metric of each class."""
         return self.metric
 
     def evaluation_logits(self, model: nn.Module, inputs: Inputs) -> Tensor:
@@ -175,23 +173,23 @@ class Scores(nn.Module, ABC):
     def correct(self) -> Tensor | None:
         """Return a Boolean tensor (samples,) that is True for correct predictions, in the order of the updates.
 
-        The result is None if these metrics do not keep the predictions of single samples.
+        The result is None if these metrics do not keep the predictions of individual samples.
         """
         return None
 
     def outcomes(self) -> Outcomes | None:
-        """Return the predictions of single samples, or None if these metrics do not keep class predictions."""
+        """Return the predictions of individual samples, or None if these metrics do not keep class predictions."""
         return None
 
     def samples(self) -> dict[str, np.ndarray]:
-        """Return the predictions of single samples for predictions.npz (`record.predictions`).
+        """Return the predictions of individual samples for predictions.npz (`record.predictions`).
 
-        The result is empty if these metrics do not keep the predictions of single samples.
+        The result is empty if these metrics do not keep the predictions of individual samples.
         """
         return {}
 
     def labels(self) -> dict[str, list[Any]] | None:
-        """Return the results of each label (`record.class_results.LabelResults`), or None if there are no labels."""
+        """Return the results for each label (`record.class_results.LabelResults`), or None without labels."""
         return None
 
     @abstractmethod

@@ -8,7 +8,7 @@ import numpy as np
 
 #: Number of equally wide bins of the confidence in `reliability`, as in Guo et al. (2017).
 BINS = 15
-#: The top-k accuracy is computed for this k, if there are more classes.
+#: The top-k accuracy is computed for this value of k if there are more than k classes.
 TOP = 5
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from efficient_ft.task.base import Inputs, Scores, Task, total_weight
+from efficient_ft.core.inputs import Inputs
+from efficient_ft.task.base import Scores, Task, total_weight
 
 #: Exclusive upper bound of the token ids in example texts. Every vocabulary contains the ids below this bound.
 _EXAMPLE_IDS = 4

@@ -63,7 +63,7 @@ class LabelScores(_GatheredScores):
 
     Args:
         num_classes: number of labels.
-        thresholds: probability from which each label is predicted for F1, or None for 0.5.
+        thresholds: minimum probability at which each label is predicted, for F1, or None for 0.5.
         local: if True, the metrics are not synchronized with other processes.
     """
 
@@ -91,6 +91,10 @@ class LabelScores(_GatheredScores):
             "correct": (predicted & (targets > 0)).sum(0).tolist(),
             "average_precision": [value if value == value else None for value in precision],
         }
+
+    def samples(self) -> dict[str, np.ndarray]:
+        logits, targets = self._all.compute()
+        return {"labels": (targets > 0).numpy(), "predicted": (logits.sigmoid() >= self._thresholds).numpy()}
 
     def each_class(self) -> dict[int, float]:
         found = average_precision(*self._all.compute()).tolist()
@@ -163,10 +167,10 @@ def average_precision(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def best_thresholds(logits: Tensor, targets: Tensor) -> list[float]:
-    """Return the probability from which each label must be predicted to maximize its F1.
+    """Return the threshold of the probability of each label that maximizes its F1.
 
-    The threshold is the middle between two probabilities. If several thresholds have the same F1, the highest is
-    returned. The threshold of labels without a positive image is 0.5.
+    A threshold is the midpoint between two adjacent probabilities. If several thresholds reach the same F1, the highest
+    is returned. The threshold of labels without a positive image is 0.5.
     """
     true, count, last, order = _ranked(logits, targets)
     f1 = torch.where(last, 2 * true / (count + true[-1]), -1)

@@ -77,8 +77,8 @@ class MeanLoss(Metric):
 class Accuracy(Scores):
     """Fraction of correct predictions, balanced accuracy and macro-F1.
 
-    Only local metrics keep the predictions of single samples, and compute the top-5 accuracy and the calibration error
-    from these predictions.
+    Only local metrics keep the predictions of individual samples, and compute the top-5 accuracy and the calibration
+    error from these predictions.
     """
 
     def __init__(self, num_classes: int, local: bool = False) -> None:

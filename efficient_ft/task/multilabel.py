@@ -20,7 +20,7 @@ class MultiLabel(Task):
     Args:
         loss: ``bce`` (binary cross-entropy) or ``asymmetric`` (`asymmetric_loss`).
         gamma_positive, gamma_negative, margin: arguments of `asymmetric_loss`.
-        thresholds: probability from which each label is predicted, or None for 0.5. These thresholds determine F1.
+        thresholds: minimum probability at which each label is predicted, for F1, or None for 0.5.
     """
 
     name, metric, item = "multilabel", "mean_average_precision", "image"
@@ -82,7 +82,7 @@ def asymmetric_loss(
         targets: 0 or 1, float (B, labels).
         gamma_positive: focusing exponent of positive labels, at least 0.
         gamma_negative: focusing exponent of negative labels, at least 0.
-        margin: probability up to which negative labels have no loss, at least 0 and less than 1.
+        margin: probability up to which negative labels have no loss, in [0, 1).
     """
     p = logits.sigmoid()
     q = (p - margin).clamp(min=0)

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from efficient_ft.core.input_spec import IGNORED
-from efficient_ft.task.base import Inputs, Scores, Task, at_size, total_weight
+from efficient_ft.core.inputs import Inputs
+from efficient_ft.task.base import Scores, Task, at_size, total_weight
 
 
 class Segmentation(Task):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -20,8 +20,10 @@ from efficient_ft.training.kinds.base import RunData, settings_of_task
 from efficient_ft.training.output.console import say
 
 
-def balance_classes(config: Config, task: Task, data: RunData) -> dict[str, Tensor]:
+def balance_classes(config: Config, task: Task, data: RunData, say: Callable[[str], None] = say) -> dict[str, Tensor]:
     """Check the settings that balance classes, print what they mean for the data, and return the class weights.
+
+    `say` prints a line. With `data.on_corrupt=skip`, the numbers of samples may differ before and after the inspection.
 
     Returns:
         The weights of each data set, float32 (C,). The key of a single data set is an empty string. A data set whose

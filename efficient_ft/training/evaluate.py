@@ -125,7 +125,7 @@ def _fixed(config: Config, other: Config) -> dict[str, Any]:
 def data_report(config: Config, folder: Path, data: RunData, device: torch.device) -> DataReport:
     """Return the split sizes, the number of skipped samples, and the metrics of the weights in model.safetensors.
 
-    The predictions for single samples are written to predictions.npz in `folder`.
+    The predictions for individual samples are written to predictions.npz in `folder`.
     """
     trained = export.load(folder)
     found = kind_of(config).evaluate(config, trained.model, data, device, trained.notes)

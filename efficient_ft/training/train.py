@@ -133,6 +133,7 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     if config.resume != "never":
         refuse_changed_contents(folder, contents)
         refuse_other_images(config, folder, digest)
+    balance_classes(config, kind.task, data, lambda line: None)  # rejects invalid settings before the inspection
     understood = summaries(data) if rank() == 0 else {}
     refuse_unusable(config, understood)
     say(summary_text(understood))

@@ -11,6 +11,7 @@ from PIL import Image
 
 from efficient_ft.cli.commands.check import main, with_task
 from efficient_ft.core.errors import UserError
+from efficient_ft.data import ImageData
 from tests.data.conftest import folders  # noqa: F401  (a fixture)
 
 
@@ -81,6 +82,7 @@ def test_rows_of_a_label_file_are_skipped_as_in_training(
     folders: Callable[..., Path],  # noqa: F811
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     root = folders(train={"cat": 4, "dog": 4})
     files = sorted(path.relative_to(root) for path in root.rglob("*.jpg"))
@@ -90,6 +92,7 @@ def test_rows_of_a_label_file_are_skipped_as_in_training(
     words = ["data=labels", f"data.root={root}", "data.labels.file=labels.csv", f"--out={tmp_path / 'out'}"]
     assert main(words) == 1
     assert "skip such rows with data.on_corrupt=skip" in " ".join(capsys.readouterr().out.split())
+    monkeypatch.setattr(ImageData, "_read", None)  # the inspection decodes each image once
     assert main([*words, "data.on_corrupt=skip"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 row is left out: no label in column 'label'." in printed

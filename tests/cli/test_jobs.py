@@ -18,8 +18,10 @@ import pytest
 
 from efficient_ft.cli.exits import OUTCOME_FILE
 from efficient_ft.cli.hydra import jobs, processes
+from efficient_ft.config import check
 from tests.cli.program import REPOSITORY, call, composed, runs_of
 from tests.record.some import some_results
+from tests.training.runs import plain_config
 
 
 @pytest.mark.slow
@@ -230,6 +232,18 @@ def test_finished_means_the_same_settings(tmp_path: Path) -> None:
     for cut_short in ("", "{", "[]", "{}", json.dumps({**some_results(), "config": {"optim": 3}})):
         (tmp_path / "results.json").write_text(cut_short)
         assert jobs.finished(tmp_path, config) is None
+
+
+def test_the_table_of_a_sweep_names_the_metric() -> None:
+    def job(metric: str, best: float) -> jobs.Job:
+        config = check(plain_config())
+        return jobs.Job((), metric, Path("x"), config, {"accuracy": {"best": best, "metric": metric}})
+
+    header, row = jobs.summary([job("r2", 0.5)]).splitlines()
+    assert "best R²" in header
+    assert "0.5000" in row
+    header = jobs.summary([job("r2", 0.5), job("mean_average_precision", 0.5)]).splitlines()[0]
+    assert "best R² or mAP" in header
 
 
 def test_lines_of_parallel_jobs_are_not_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

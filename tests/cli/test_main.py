@@ -15,6 +15,7 @@ import pytest
 from efficient_ft.cli import commands
 from efficient_ft.cli.exits import clean_exits
 from efficient_ft.cli.main import main as main_of_command
+from efficient_ft.cli.main import without_repeated
 from efficient_ft.core.errors import UserError
 from tests.cli.program import REPOSITORY, call, runs_of
 from tests.conftest import unwrapped
@@ -24,6 +25,13 @@ def test_an_unknown_command_is_named_with_help_too(program: Path) -> None:
     done = call(program, "tables", "--help")
     assert done.returncode == 2
     assert done.stderr == "tables: arguments must have the form KEY=VALUE. See --help. Did you mean 'table'?\n"
+
+
+def test_settings_that_lightning_sets_again_are_removed() -> None:
+    added = ["hydra.run.dir='/there/x'", "hydra.job.name=train_ddp_process_1", "hydra.output_subdir=null"]
+    assert without_repeated(["seed=1", "hydra.run.dir=x", *added]) == ["seed=1", *added]
+    given = ["hydra.run.dir=x", "hydra.run.dir=x", "seed=1"]
+    assert without_repeated(given) == given  # reported as a mistake
 
 
 @pytest.mark.parametrize(

@@ -193,8 +193,8 @@ def test_configurations_cannot_be_changed_behind_their_folder() -> None:
         ({"data__augment__reprob": 0.5}, r"data\.augment\.reprob.*data\.augment\.erase_prob"),
         (
             {"data__augment__mixup": 0.2, "trainer__cache_features": "on"},
-            r"data\.augment\.mixup must be 0 with trainer\.cache_features=on, got 0\.2\. Stored features belong to"
-            r" single images, but MixUp and CutMix mix two images\.",
+            r"data\.augment\.mixup must be 0 with trainer\.cache_features=on, got 0\.2\. Each stored feature belongs to"
+            r" one image, but MixUp and CutMix mix two images\.",
         ),
         (
             {"data__augment__name": "strong", "trainer__cache_features": "on"},

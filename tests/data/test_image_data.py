@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from efficient_ft.config import DataConfig
+from efficient_ft.config import DataConfig, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data import (
     open_data,
 )
 from tests.data.pictures import SPEC, epoch_of, truncate
+from tests.training.runs import plain_config
 
 Make = Callable[..., Path]
 Config = Callable[..., DataConfig]
@@ -35,6 +36,10 @@ def test_validation_that_cannot_be_taken(folders: Make, data_config: Config) -> 
         SettingError, match=r"data\.val_fraction must be > 0 and < 1.*, got 0\.0\..*select_best_on=test"
     ):
         open_data(data_config("folder", root=str(root), val_fraction=0.0), SPEC, 0)
+    patient = check(plain_config(trainer__patience=1, data__root=str(root), data__name="folder", data__val_fraction=0))
+    config = patient.data  # trainer.patience rejects select_best_on=test
+    with pytest.raises(SettingError, match=r"if the data set has no validation images, got 0\.0\.$"):
+        open_data(config, SPEC, 0)
     assert open_data(data_config("folder", root=str(root), select_best_on="test"), SPEC, 0).splits == {
         "train": 4,
         "test": 1,

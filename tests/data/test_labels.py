@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -85,35 +84,74 @@ def test_a_table_in_each_format(write: Write, name: str) -> None:
     assert class_count(config_of(root, file=name)) == 2
 
 
-def test_parquet_is_read_with_pandas(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write(rows_of({"dog": 4, "cat": 4}), "labels.jsonl")
+def test_parquet_requires_pyarrow(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(rows_of({"dog": 4, "cat": 4}))
     (root / "labels.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(UserError, match=r"is a Parquet file, which requires pandas and pyarrow .* or save the table"):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(UserError, match=r"is a Parquet file, which requires pyarrow .* or save the table as \.csv"):
         read(root, file="labels.parquet")
 
-    class Frame:
-        columns = ("file", "label")
 
-        def set_axis(self, names: list[str], axis: int) -> Frame:
-            return self
+@pytest.fixture
+def write_parquet(write: Write) -> Callable[..., Path]:
+    """Write eight images and a Parquet file with the given columns, and return the folder."""
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    files = [f"{i}.jpg" for i in range(8)]
 
-        def to_json(self, **options: Any) -> str:
-            lines = (root / "labels.jsonl").read_text().splitlines()
-            return json.dumps([json.loads(line) for line in lines])
+    def make(**columns: Any) -> Path:
+        root = write([[file, "a"] for file in files])
+        table = pyarrow.table({"file": files, **columns})
+        parquet.write_table(table, root / "labels.parquet")
+        return root
 
-    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(read_parquet=lambda path: Frame()))
-    assert labels_of(read(root, file="labels.parquet")) == labels_of(read(root, file="labels.jsonl"))
+    return make
 
 
-def test_a_real_parquet_file(write: Write) -> None:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    root = write([[f"{i}.jpg", ["a", "b"] if i % 2 else ["a"], i] for i in range(8)], "x.csv", ["file", "label", "n"])
-    frame = pandas.DataFrame({"file": [f"{i}.jpg" for i in range(8)], "label": [["a"], ["a", "b"]] * 4, "n": range(8)})
-    frame.to_parquet(root / "labels.parquet")
-    assert labels_of(read(root, "multilabel", file="labels.parquet"))["3.jpg"] == [1, 1]
-    assert labels_of(read(root, "regression", file="labels.parquet", label="n"))["3.jpg"] == [3.0]
+def test_the_types_of_parquet_columns(write_parquet: Callable[..., Path]) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    root = write_parquet(
+        label=[["a"], ["a", "b"]] * 4,
+        n=range(8),
+        tiny=[i * 2.0**-70 for i in range(8)],
+        kind=pyarrow.array(list("aabbaabb")).dictionary_encode(),
+        flag=[True, False] * 4,
+        day=pyarrow.array(range(8), pyarrow.timestamp("ns")),
+        __index_level_0__=range(8),
+    )
+    file = "labels.parquet"
+    assert labels_of(read(root, "multilabel", file=file))["3.jpg"] == [1, 1]
+    assert labels_of(read(root, "regression", file=file, label="n"))["3.jpg"] == [3.0]
+    assert labels_of(read(root, "regression", file=file, label="tiny"))["3.jpg"] == [3 * 2.0**-70]
+    assert labels_of(read(root, file=file, label="kind"))["3.jpg"] == 1
+    assert read(root, file=file, label="flag").class_names == ["False", "True"]
+    (note,) = read(root, file=file, label="kind").notes
+    assert note.endswith("not used: 'label', 'n', 'tiny', 'flag' and 1 more (data.labels).")
+
+
+def test_parquet_columns_with_image_data_are_not_read(write_parquet: Callable[..., Path]) -> None:
+    root = write_parquet(image=[{"bytes": b"x", "path": "0.jpg"}] * 8, label=list("ab") * 4, raw=[b"\xff"] * 8)
+    found = read(root, file="labels.parquet", image="file")
+    assert [note.partition(".")[0] for note in found.notes[:2]] == [
+        "The column 'image' (struct<bytes: binary, path: string>) is not read",
+        "The column 'raw' (binary) is not read",
+    ]
+    with pytest.raises(UserError, match=r"'image' .* does not exist\. The columns are file, label\..*separate files"):
+        read(root, file="labels.parquet", image="image")
+
+
+def test_missing_values_and_damage_in_parquet_files(write_parquet: Callable[..., Path]) -> None:
+    root = write_parquet(label=[1, None, 2, 1, 2, 1, 2, float("nan")])
+    with pytest.raises(UserError, match=r"labels\.parquet, row 2: no label in column 'label'"):
+        read(root, file="labels.parquet")
+    with pytest.raises(UserError, match=r"labels\.parquet, row 2: no target in column 'label'"):
+        read(root, "regression", file="labels.parquet")
+    found = read(root, file="labels.parquet", on_corrupt="skip")
+    assert found.class_names == ["1", "2"]
+    assert found.left_out == {}  # the label file lists the two images without a label
+    (root / "labels.parquet").write_bytes((root / "labels.parquet").read_bytes()[:-9])
+    with pytest.raises(UserError, match=r"cannot be read as Parquet .* Copy it again"):
+        read(root, file="labels.parquet")
 
 
 def test_the_same_batches_as_class_folders(
@@ -148,7 +186,7 @@ def test_ids_without_extensions_in_a_subfolder(write: Write) -> None:
     with pytest.raises(UserError, match=r"labels\.csv, line 2: the image id0 does not exist .*10 such rows.*=train"):
         read(root)
     save(root / "train" / "id0.png", 0)
-    with pytest.raises(UserError, match=r"id0 could be id0\.jpg, id0\.png\. Write the extension"):
+    with pytest.raises(UserError, match=r"id0 could be id0\.jpg, id0\.png\. Add the file extension"):
         read(root, folder="train")
 
 

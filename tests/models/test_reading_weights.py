@@ -276,7 +276,7 @@ def test_left_out_tensors_never_hide_a_mismatch(tmp_path: Path, weights: State) 
 def test_changed_shapes_are_reported(tmp_path: Path) -> None:
     held = state("vit_tiny_patch16_224", patch_size=32)
     found = report(load(tmp_path / "w.pth", held, 10, deit, image_size=160, name="vit_tiny_patch16_224"))
-    assert "the number of positions was changed from 50 to 101" in found.notes
+    assert "position embeddings were resized from 50 to 101 positions" in found.notes
     assert "patches were resized from 32×32 to 16×16" in found.notes
     gray = load(tmp_path / "r.pth", state("resnet18"), 10, ModelConfig, name="resnet18", kwargs={"in_chans": 1},
                 mean=(0.5,), std=(0.5,))  # fmt: skip

@@ -105,9 +105,9 @@ PROMISES = (
     Promise(
         7,
         "Code in received files is never executed",
-        "No command executes code from files that a user receives (a run folder, weights, a checkpoint, a record, a"
-        " study, images and their metadata), downloads code that these files request, or opens other files to which"
-        " these files refer.",
+        "No command executes code from files that a user receives, downloads code that these files request, or opens"
+        " other files to which these files refer. Received files are run folders, weights, checkpoints, records,"
+        " studies, images and their metadata.",
         "The trials replace each file of a run folder, each setting of a run (long form: in every section), weights,"
         " a study, and files of data folders with malicious contents. The malicious contents are pickles, YAML tags,"
         " Python files, arguments of Hydra and Hydra targets. Files that a command writes are replaced with links."

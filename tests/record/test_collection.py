@@ -105,6 +105,27 @@ def test_a_row_for_every_run_has_the_settings_that_differ_and_numbers(runs: Path
     assert first["joules"] is None
 
 
+@pytest.mark.usefixtures("wide")
+def test_columns_are_named_after_the_metrics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for seed, metric in enumerate(("r2", "mean_average_precision", "mean_average_precision")):
+        write(tmp_path / f"{metric}{seed}", -0.25, seed=seed, optim__lr=0.5 if metric == "r2" else 0.1)
+        file = tmp_path / f"{metric}{seed}/results.json"
+        results = json.loads(file.read_text())
+        results["accuracy"]["metric"] = metric
+        file.write_text(json.dumps(results))
+    header, rows = run_rows(collect(tmp_path))
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    assert [row["test R²"] for row in table] == [None, None, -0.25]
+    assert [row["last mAP %"] for row in table] == [55, 55, None]
+    assert not any("accuracy" in name for name in header if not name.startswith("published"))
+    assert {"test mAP % ±", "test R² ±"} <= set(group_rows(collect(tmp_path))[0])
+    command.main([str(tmp_path), "--columns", "test R²,best mAP,best R²"])
+    shown = capsys.readouterr().out
+    assert "-0.2500" in shown
+    assert "60.00 %" in shown
+    assert "0.6000" in shown
+
+
 def test_missing_seeds_are_named(runs: Path) -> None:
     said = missing_seeds(collect(runs))
     assert said == ["These runs were not repeated with seed 1, 2: lora/0 (lora), other/0 (full)."]

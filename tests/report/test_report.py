@@ -18,6 +18,7 @@ from PIL import Image
 
 from efficient_ft.cli.commands import run_command
 from efficient_ft.config import Config, check
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.record.rows import Rows
 from efficient_ft.report.figures import draw_budgets, draw_magnitudes, draw_tokens, draw_trained
@@ -191,6 +192,11 @@ def test_dropped_patches_are_dark_and_kept_ones_as_they_were():
                 assert (dimmed[row, column] == pixels[row, column]).all()
             else:
                 assert (dimmed[row, column] < 0.9 * pixels[row, column]).all()
+
+
+def test_the_page_states_why_merged_tokens_have_no_figure(tmp_path):
+    with pytest.raises(UserError, match=r"^tome merges tokens, so a token has no single position in the image\.$"):
+        kept_tokens(tmp_path, configured({"full": {}, "tome": {"r": 1}}), 1)
 
 
 def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_goes(recorded, tmp_path, capsys):

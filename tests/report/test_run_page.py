@@ -26,6 +26,7 @@ from efficient_ft.report.summary import bootstrap_interval, wilson_interval
 from efficient_ft.report.svg import Line, line_chart, matrix
 from efficient_ft.task.gathered import average_precision
 from efficient_ft.training.output import export
+from efficient_ft.training.output.extremes import extreme_samples
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import write_folder
@@ -88,7 +89,7 @@ def test_the_page_of_a_classifier(classified: Path, tmp_path: Path) -> None:
     for index in range(2):
         recall = found["correct"][index] / 10
         assert f'data-value="{recall:.6g}">{format_percent(recall, digits=1)}' in bare
-    for title in ("Classes", "Single images", "Training curves", "Costs", "Changes by the methods"):
+    for title in ("Classes", "Individual images", "Training curves", "Costs", "Changes by the methods"):
         assert f">{title}</h2>" in bare
     for name in ("Loss", "Accuracy", "Learning rate", "Memory"):
         assert f"<h3>{name}</h3>" in bare
@@ -158,11 +159,11 @@ def test_missing_and_changed_images_are_reported_in_a_line(
     one = next(iter((data / "test").rglob("*.png")))
     one.rename(one.with_name("renamed.png"))
     assert report(run_folder, tmp_path / "out")[1] == [
-        "The data have changed since the run. The page therefore shows no single samples."
+        "The data have changed since the run. The page therefore shows no individual samples."
     ]
     shutil.rmtree(data)
     run_command("report", [str(run_folder)])
-    assert "The page therefore shows no single samples." in unwrapped(capsys.readouterr().out)
+    assert "The page therefore shows no individual samples." in unwrapped(capsys.readouterr().out)
     text = (run_folder / "report" / PAGE).read_text(encoding="utf-8")
     assert "<img" not in text
     assert "Confusion matrix" in text
@@ -180,7 +181,7 @@ def test_runs_of_earlier_versions_have_a_page(classified: Path, tmp_path: Path) 
     assert not notes
     assert "Training curves</h2>" in text
     assert "Classes</h2>" not in text
-    assert "The uncertainty of the accuracy is not computed from one run." in text
+    assert "No interval is computed for the accuracy." in text
 
 
 @pytest.mark.usefixtures("without_cost")
@@ -209,7 +210,19 @@ def test_several_labels(root: Path, tmp_path: Path) -> None:
     for share in (*expected, *f1):
         assert f"{format_percent(share, digits=1)}" in text
     assert "Confusion matrix" not in text
-    assert "Single images" not in text
+    samples = read_predictions(folder)[""]["test"]
+    order = samples["index"].tolist()
+    with torch.no_grad():
+        flags = logits.sigmoid() >= torch.tensor(json.loads(trained.notes["thresholds"]), dtype=torch.float32)
+    assert samples["labels"].tolist() == (targets[order] > 0).tolist()
+    assert (samples["predicted"] == flags[order].numpy()).mean() > 0.95  # rounding near a threshold
+    wrong = int((samples["labels"] != samples["predicted"]).any(1).sum())
+    assert text.count("<img") == wrong
+    assert "Most wrong labels" in text
+    assert "Show only samples" not in text
+    moved = {**samples, "labels": ~samples["labels"]}
+    with pytest.raises(UserError, match="differ from those of the evaluation"):
+        extreme_samples(data, trained.input, "test", moved)
 
 
 @pytest.mark.usefixtures("without_cost")
@@ -242,12 +255,12 @@ def test_masks_and_texts(tmp_path: Path) -> None:
     for name, value in iou.items():
         assert f'<td class="word">{name}</td><td data-value="{value:.6g}">' in text
     assert "data:image/png;base64," in text, "images with masks"
-    assert "The uncertainty of the mean IoU is not computed from one run." in text
+    assert "No interval is computed for the mean IoU." in text
 
     run(check(plain_text(write_place(tmp_path), method={"head": {}}, trainer__epochs=1)), tmp_path / "texts")
     text, notes = report(tmp_path / "texts", tmp_path / "out")
     assert not notes
-    assert "Single texts</h2>" in text
+    assert "Individual texts</h2>" in text
     assert text.count('<p class="text">') > 10
     assert "Least certain predictions" in text
     assert "<img" not in text
@@ -261,7 +274,7 @@ def test_several_tasks_have_their_own_sections(folders: Path, tmp_path: Path) ->
     text, notes = report(tmp_path / "run", tmp_path / "out")
     for task in ("colours", "planes"):
         assert f">Classes of {task}</h2>" in text
-        assert f">Single images of {task}</h2>" in text
+        assert f">Individual images of {task}</h2>" in text
     assert "(mean of the tasks)" in text
     assert all("Kept tokens" in note for note in notes)
 

@@ -15,6 +15,7 @@ from efficient_ft.data import row_store
 from efficient_ft.data.row_store import RowStore, StoreFullError
 from efficient_ft.models.prefix_form import Form
 from efficient_ft.training.features import prefix as features_module
+from efficient_ft.training.features.fill import fill_features
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, plain_config, rows_of
@@ -80,6 +81,22 @@ def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bi
     assert_same_training(tmp_path / "plain", tmp_path / "again")
     assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
     assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
+
+
+@pytest.mark.slow
+def test_views_that_no_epoch_uses_are_not_counted_as_missing(
+    tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small(trainer__views=3, trainer__epochs=2)
+    run(config, tmp_path / "first")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The run uses 2 of 3 views (trainer.epochs=2)." in said
+    assert f"{2 * TRAIN + VAL} of {2 * TRAIN + VAL} features must be computed" in said
+    run(config, tmp_path / "second")
+    assert "All features are stored" in capsys.readouterr().out
+    assert fill_features(config).report()["computed"] == TRAIN  # efficient-ft cache stores all views
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{TRAIN} of {3 * TRAIN + VAL} features must be computed" in said
 
 
 @pytest.mark.slow
@@ -300,7 +317,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
-    assert "uses the form folded (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
+    assert "trainer.prefix=auto selected 'folded' for the frozen prefix" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
@@ -366,7 +383,7 @@ def test_in_bf16_the_prefix_is_folded_by_default(
     results = run(small(**off), tmp_path / "default")
     assert results["prefix"]["form"] == "bf16"
     assert results["prefix"]["deviation"]["bf16"] <= 1.1 * results["prefix"]["deviation"]["fp32"]
-    assert "uses the form bf16 (trainer.prefix=auto)" in " ".join(capsys.readouterr().out.split())
+    assert "trainer.prefix=auto selected 'bf16' for the frozen prefix" in " ".join(capsys.readouterr().out.split())
     unchanged = run(small(**off, trainer__prefix="fp32"), tmp_path / "unchanged")
     assert "prefix" not in unchanged
     assert results["totals"]["flops"] == unchanged["totals"]["flops"]

@@ -42,7 +42,7 @@ def test_an_exported_file_predicts_the_same(
     (expected,) = predicted(folder, root / "0.png", capsys, "--json")
     for to in ("onnx", "pt2"):
         out, printed = export_run(ExportOptions(folder, to))
-        assert "the largest difference of" in printed[1]
+        assert "the logits differ by at most" in printed[1]
         (found,) = predicted(out, root / "0.png", capsys, "--json")
         assert found.get("labels") == expected.get("labels")
         assert numbers(found) == pytest.approx(numbers(expected), rel=1e-4)

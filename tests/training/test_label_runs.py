@@ -17,8 +17,11 @@ from PIL import Image
 from efficient_ft.cli.commands import predict
 from efficient_ft.config import Config, check, fingerprint
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.models import factory
 from efficient_ft.training import costs
 from efficient_ft.training.evaluate import evaluate
+from efficient_ft.training.kinds.base import only
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, plain_config
@@ -84,6 +87,19 @@ def test_several_labels(root: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     (row,) = predicted(folder, root / "0.png", capsys, "--csv")
     assert row["labels"] == "|".join(record["labels"])
     assert float(row["probability_1"]) == pytest.approx(record["top"][0]["probability"])
+
+
+def test_thresholds_on_few_images_have_one_warning(root: Path) -> None:
+    def warnings(**changes: Any) -> list[str]:
+        config = config_of(root, "multilabel", "tags", **changes)
+        data = only(kind_of(config).open(config, factory.input_of(config.model)))
+        return [one for one in data.summary().warnings if "Thresholds" in one]
+
+    (warning,) = warnings(data__val_fraction=0.05)
+    assert warning.startswith("Fewer than 5 val images have these labels: green (")
+    assert "red (" in warning
+    assert warnings(data__val_fraction=0.05, multilabel={"thresholds": 0.5}) == []
+    assert warnings(data__val_fraction=0.5) == []
 
 
 @pytest.mark.usefixtures("without_cost")

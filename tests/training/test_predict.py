@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from efficient_ft.cli.commands import predict as command
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import display_width
 from efficient_ft.data import Transform, read_image
@@ -159,6 +160,16 @@ def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given
     assert message in error
     assert given in error
     assert "\n" not in error
+
+
+def test_files_in_a_folder_that_cannot_be_read_are_reported(tmp_path, capsys):
+    for name in ("scan.dcm", "photo.NEF", "notes.txt"):
+        (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(UserError, match=r"contains no images\. For \.nef files: convert .* For \.dcm files: convert"):
+        list(image_files([tmp_path], []))
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
+    assert [item.value for item in image_files([tmp_path], [])] == [tmp_path / "photo.png"]
+    assert "1 .dcm file has no prediction: convert the files to PNG or TIFF." in unwrapped(capsys.readouterr().err)
 
 
 def test_a_folder_without_a_result_is_refused(tmp_path, digits, capsys):

@@ -179,7 +179,7 @@ def test_whole_networks_keep_their_classes(name: str, methods: list[Method], tmp
     methods = [type(method)(**method.settings()) for method in methods]
     write_run(tmp_path / "run", ModelConfig(name=name, pretrained=False), *methods, *([] if methods else [HeadOnly()]))
     out, lines = exported(tmp_path / "run", check=[photos(tmp_path / "photos", 10)])
-    assert "the top-1 classes of all 10 images are equal" in lines[1]
+    assert "the predicted classes agree for all 10 images" in lines[1]
     assert load(out).class_names == NAMES
 
 
@@ -214,7 +214,7 @@ def test_the_check_compares_samples_and_reports_the_difference() -> None:
     found = compared(task, nn.Identity(), shifted, [x, x[:1]], "test")
     assert (found.samples, found.classes) == (5, True)
     assert found.difference == pytest.approx(0.25, abs=1e-6)
-    assert "the top-1 classes of all 5 images are equal; the largest difference of logits is 0.25" in found.sentence
+    assert "the predicted classes agree for all 5 images; the logits differ by at most 0.25" in found.sentence
 
 
 def test_samples_are_evenly_spaced() -> None:
@@ -226,7 +226,7 @@ def test_samples_are_evenly_spaced() -> None:
 def test_the_images_of_the_run_are_compared(finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.main([str(finished[0]), "--to", "onnx", "--out", str(tmp_path / "out"), "--samples", "40"])
     printed = unwrapped(capsys.readouterr().out)
-    assert "check (onnxruntime, 40 test images of the run): the top-1 classes of all 40 images are equal" in printed
+    assert "check (onnxruntime, 40 test images of the run): the predicted classes agree for all 40 images" in printed
     assert "license: unknown" in printed
     card = (tmp_path / "out" / CARD).read_text()
     data = ModelCard(card).data

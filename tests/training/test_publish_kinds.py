@@ -39,7 +39,7 @@ def test_texts_of_every_length(to: str, tmp_path: Path, capsys: pytest.CaptureFi
     lines.write_text("the old apple\niron\nwe took the pear and the plum and then the grape of the old house\n")
     capsys.readouterr()
     out, printed = exported(tmp_path / "run", to, check=[lines])
-    assert "the top-1 classes of all 3 texts are equal" in printed[1]
+    assert "the predicted classes agree for all 3 texts" in printed[1]
     assert Tokenizer.from_file(str(out / "tokenizer.json")).encode("iron").tokens == ["[CLS]", "iron", "[SEP]"]
     predict.main([str(tmp_path / "run"), str(lines), "--json", "--device", "cpu"])
     expected = json.loads(capsys.readouterr().out)

@@ -207,7 +207,7 @@ def test_the_page_of_runs_shows_predictions_and_the_curve(
     assert base64.b64decode(source) == (folder / EXAMPLES).read_bytes()
     (held,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page)
     (shown,) = json.loads(held)["runs"]
-    curve = [row["accuracy %"] for row in shown["rows"] if "accuracy %" in row]
+    curve = [row["mean IoU %"] for row in shown["rows"] if "mean IoU %" in row]
     assert len(curve) == 12
     assert max(curve) == pytest.approx(100 * read_results(folder)["accuracy"]["best"], rel=1e-3)
 

@@ -54,7 +54,8 @@ def test_the_command_line_trains_and_exports(tmp_path: Path, capsys: pytest.Capt
     text = command(tmp_path, *settings)
     assert "net has no preprocessor_config.json. Assumed: the mean and standard deviation of ImageNet" in text
     assert "classifier newly initialized for 10 classes (absent from the file)" in text
-    assert "positions was changed from 65 to 37, for images of 32×32 to 24×24 pixels (model.image_size)" in text
+    sizes = "images of 32×32 to 24×24 pixels (model.image_size)"
+    assert f"position embeddings were resized from 65 to 37 positions, for {sizes}" in text
     assert "dinov2 on digits with lora" in text
     same_logits(tmp_path / "run")
     Image.new("L", (8, 8)).save(tmp_path / "digit.png")

@@ -7,15 +7,22 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, note, run_folders, status
-from efficient_ft.core.format import format_bytes, format_number, format_percent, format_seconds
+from efficient_ft.core.format import (
+    NOT_IN_PERCENT,
+    format_bytes,
+    format_metric,
+    format_number,
+    format_percent,
+    format_seconds,
+)
 from efficient_ft.core.sheet import Column, render
-from efficient_ft.core.text import paragraph
-from efficient_ft.record.collection import Run, collect, group_rows, notes, run_rows
+from efficient_ft.core.text import paragraph, spelled
+from efficient_ft.record.collection import Run, collect, group_rows, heading, metrics_of, notes, run_rows
 
 DESCRIPTION = """\
-Print one table of all runs below DIR: accuracy, cost, the settings in which the runs differ, and totals of each run.
-Runs that differ only in their seed are averaged in one row. Runs with different settings are never averaged. --runs
-prints a row for each run instead. The command names each run that it cannot read.
+Print one table of all runs below DIR: metric such as accuracy, cost, the settings in which the runs differ, and totals
+of each run. Runs that differ only in their seed are averaged in one row. Runs with different settings are never
+averaged. --runs prints a row for each run instead. The command names each run that it cannot read.
 
 The terminal shows only the columns that fit. --columns selects other columns. CSV and JSON contain all columns.
 
@@ -23,10 +30,6 @@ The terminal shows only the columns that fit. --columns selects other columns. C
     efficient-ft collect outputs --columns method,peak,time    print these columns
     efficient-ft collect outputs --runs --form csv > runs.csv
 """
-
-
-def _percent(points: float) -> str:
-    return format_percent(points / 100)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,7 +58,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 #: Columns whose numbers are printed with units.
 _NUMBERS = {
-    "best accuracy %": Column(1, _percent, "best accuracy"),
     "peak MiB": Column(1, lambda value: format_bytes(value * 2**20), "peak"),
     "backward MFLOPs/sample": Column(1, lambda value: format_number(value * 1e6), "backward FLOPs / sample"),
     "seconds": Column(2, format_seconds, "time"),
@@ -67,8 +69,7 @@ _FURTHER = {
     "process growth MiB": Column(6, lambda value: format_bytes(value * 2**20), "used by training"),
     "forward MFLOPs/sample": Column(6, lambda value: format_number(value * 1e6), "forward FLOPs / sample"),
     "joules": Column(6, lambda value: format_number(value, "J"), "energy"),
-    "published accuracy %": Column(4, _percent, "published"),
-    "last accuracy %": Column(7, _percent, "last accuracy"),
+    "published accuracy %": Column(4, lambda value: format_percent(value / 100), "published"),
 }
 
 
@@ -82,13 +83,21 @@ def _columns(runs: Sequence[Run], header: Sequence[str]) -> dict[str, Column]:
         "data": Column(0 if several[1] else 8, words=True),
     }
     tested = any(run.results["accuracy"].get("test") is not None for run in runs)
-    accuracy = {
-        "test accuracy %": Column(0 if tested else 8, _percent, "test accuracy"),
-        "test accuracy % ±": Column(3, _percent, "±"),
-    }
-    best = {"best accuracy %": Column(4, _percent, "best accuracy")} if tested else {}
-    known = {*first, *accuracy, *_NUMBERS, *_FURTHER, "seed", "seeds", "split"}
+    ranks = {"test": 0 if tested else 8, "best": 4 if tested else 1, "last": 7}
+    scores: dict[str, dict[str, Column]] = {key: {} for key in (*ranks, "±")}
+    for metric in metrics_of(runs):
+        scale, name, title = 1 if metric in NOT_IN_PERCENT else 100, heading(metric), spelled(metric)
+
+        def form(value: float, scale: int = scale, metric: str = metric) -> str:
+            return format_metric(value / scale, metric)
+
+        for key, rank in ranks.items():
+            scores[key][f"{key} {name}"] = Column(rank, form, f"{key} {title}")
+        scores["±"][f"test {name} ±"] = Column(3, form, "±")
+    accuracy = scores["test"] | scores["±"] | ({} if tested else scores["best"])
+    rest_of_scores = scores["best"] | scores["last"]
+    known = {*first, *accuracy, *rest_of_scores, *_NUMBERS, *_FURTHER, "seed", "seeds", "split"}
     settings = {name: Column(2, words=True) for name in header if name not in known}
     rest = {"seed": Column(1), "seeds": Column(3, words=True), "split": Column(7, words=True), **_FURTHER}
-    every = first | accuracy | _NUMBERS | best | settings | rest
+    every = first | accuracy | _NUMBERS | rest_of_scores | settings | rest
     return {name: column for name, column in every.items() if name in header}

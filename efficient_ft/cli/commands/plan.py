@@ -34,16 +34,18 @@ Find recipes for a run that fit a memory budget, and recommend one.
     efficient-ft plan method=lora model=vit_base memory=2GB     use this method in every recipe
     efficient-ft plan --calibration outputs                     compare predictions with measurements
 
-memory is the budget of the training process or, on a GPU, of its reserved memory. Data loader workers use additional
-memory. time is the budget of the whole training. loss is the acceptable loss of test accuracy relative to full
-fine-tuning, in points (default 1). split=true allows micro-batches. All other settings are settings of the run.
+memory is the memory budget of the training process. On a GPU, memory limits the reserved memory. Data-loading workers
+use additional memory. time is the maximum training time. loss is the maximum loss of test accuracy compared with full
+fine-tuning, in percentage points (default 1). split=true allows micro-batches. All other settings are settings of the
+run.
 
-The plan counts the costs of recipes without weights until --planning-time is over, and times some of them on random
-images. It tries the recommended recipe for a few steps in a separate process. If the weights and images of the run are
-available, it compares the gradients of inexact recipes with the exact gradients.
+A recipe is a combination of methods. The plan counts the costs of recipes until --planning-time is over, and times some
+recipes on random images. It runs a few steps of the recommended recipe in a separate process. If the weights and images
+of the run are available, it compares the gradients of inexact recipes with the exact gradients.
 
-The plan recommends the fastest recipe of the best class within all limits. The classes are exact, near exact,
-approximate, and training a part. A run with the setting memory= stops before it exceeds the budget.
+The plan recommends the fastest recipe from the best class that contains recipes within all limits. The classes, from
+best to worst, are 'exact', 'near exact', 'approximate' and 'trains a part'. A run with the setting memory= stops
+before it exceeds the budget.
 """
 
 #: Settings that only the plan command accepts.

@@ -1,4 +1,4 @@
-"""``efficient-ft report RUN|DIR...``: draw the recorded statistics of one run, or write one page for several runs."""
+"""``efficient-ft report RUN|DIR...``: write a page about one run or several runs."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ against FLOPs, memory, time and energy. The plots mark the Pareto front.
 For one run, the page shows the final metric with its uncertainty, training curves, costs, the results of each class
 with the confusion matrix and the calibration, the worst and the least certain predictions, and the kept tokens. The
 page contains thumbnails of evaluated images. Nothing is uploaded. With step_stats.interval=1, the page and PNG files
-also show the budgets over time, how often each block trained, tokens after each block, and relative magnitudes.
+also show how the budgets change, how often each block was trained, the number of tokens after each block, and the
+relative change of the tokens in each block.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Draw the figures of one run, or write the page of several runs, and print the paths of the written files."""
+    """Write the page of one run or several runs, and print the paths of the written files."""
     parser = argparse.ArgumentParser(prog="efficient-ft report", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN|DIR", help="run folders, or folders of runs")
-    images = "number of images to draw with their kept tokens (default 6)"
+    images = "number of images in the figure of kept tokens (default 6)"
     parser.add_argument("--images", type=count_or_zero, default=6, metavar="N", help=images)
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="output folder (default: report in the first RUN)")
     options = parser.parse_args(arguments)

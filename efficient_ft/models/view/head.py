@@ -88,9 +88,10 @@ def head_of(model: nn.Module, size: tuple[int, ...]) -> Head:
 
 
 def other_heads(model: nn.Module, size: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the possible heads that are not the classifier that the user specifies, and that do not feed it.
+    """Return the possible heads other than the classifier that the user specifies.
 
-    The result is empty if the user does not specify the classifier.
+    Heads whose output is an input of the classifier are omitted. The result is empty if the user does not specify the
+    classifier.
     """
     named = frozenset(specified(model).get("classifier", ()))
     candidates = _candidates(model)
@@ -249,7 +250,7 @@ def _last_parts(model: nn.Module, size: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _note(parts: Iterable[str], networks: Iterable[str] = ()) -> str:
-    """Return the phrase for reports that lists the inferred parts, or an empty string if there are no parts.
+    """Return the phrase that lists the inferred parts in reports, or an empty string if there are no parts.
 
     The inferred parts are outside of `networks` if `networks` is not empty, and are the head otherwise.
     """

@@ -48,11 +48,11 @@ class ModelView:
         blocks: Names of all blocks.
         head: Names of the classifier's modules. See `models.view.head`.
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
-        head_note: Phrase for reports that lists the inferred parts, or an empty string if the head was declared.
+        head_note: Phrase that lists the inferred parts in reports, or an empty string if the head was declared.
         tail: Names of the modules that run after the last stage (norms, decoder, head).
-        prefix_note: Phrase for reports that states the inferred number of prefix tokens, or an empty string if the
+        prefix_note: Phrase that states the inferred number of prefix tokens in reports, or an empty string if the
             number was declared. The first access to `prefix_tokens` sets this attribute.
-        size_note: Phrase for reports that states the assumed image size, or an empty string if the size is known or was
+        size_note: Phrase that states the assumed image size in reports, or an empty string if the size is known or was
             not used. The forward pass on fake tensors sets this attribute.
     """
 
@@ -221,8 +221,8 @@ class ModelView:
     def last_stage(self) -> tuple[str, ...]:
         """Return the blocks and other modules of the last stage, and all later modules.
 
-        The modules in `LAST_STAGE_WITHOUT` are excluded. Other heads than the classifier that the user specifies are
-        also excluded.
+        The modules in `LAST_STAGE_WITHOUT` are excluded. If the user specifies the classifier, other heads are also
+        excluded.
 
         Raises:
             UserError: If no stages or blocks of the model are recognized.
@@ -255,8 +255,8 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None, call: Call
         model: A network for images (B, channels, H, W) or for token ids of texts.
         image_size: Image size (H, W) in pixels, or (tokens,) for texts. The default is the size that the model
             declares.
-        call: Arguments of a call of the network, with which the forward pass on fake tensors runs. The default is
-            images or texts alone.
+        call: Arguments for the forward pass on fake tensors. By default, the network is called with images or texts
+            only.
     """
     return ModelView(model, image_size, call)
 
@@ -264,8 +264,8 @@ def view(model: nn.Module, image_size: tuple[int, ...] | None = None, call: Call
 def default_image_size(model: nn.Module) -> tuple[int, ...]:
     """Return the image size (H, W) in pixels that the model declares, or 224 × 224.
 
-    The user specifies the size (`specify`), or the patch embedding, the pretrained configuration or an attribute of the
-    model declares it. If the model contains a pretrained network, this network may also declare the size. For a text
+    A size that the user specifies (`specify`) takes precedence. Otherwise, the size is read from the patch embedding,
+    the pretrained configuration or an attribute of the model, or of a pretrained network in the model. For a text
     model, return (tokens,), where tokens is the maximum number of tokens in the pretrained configuration, or the number
     of positions.
     """

@@ -27,7 +27,7 @@ from efficient_ft.ops.tokens import token_reduction_suspended
 
 BATCH = 2
 
-#: Reason why the grid of a network is unknown that embeds patches with a linear layer (NaFlexViT, vit-pytorch).
+#: Reason why the grid is unknown if a network embeds patches with a linear layer (NaFlexViT, vit-pytorch).
 NO_MAPS = ", because no layer outputs a feature map"
 
 
@@ -185,7 +185,7 @@ def call(model: nn.Module, size: tuple[int, ...], given: Call | None = None) -> 
 
 
 class Call(NamedTuple):
-    """Arguments of a call of a network, and the number of images in its batch."""
+    """The arguments of a call of a network, and the number of images in the batch."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -193,7 +193,7 @@ class Call(NamedTuple):
 
 
 def options_for(model: nn.Module, size: tuple[int, ...]) -> dict[str, Any]:
-    """Return the arguments that a network of `transformers` requires for images that do not have its own size.
+    """Return the arguments that a network of `transformers` requires for images whose size differs from its own.
 
     Args:
         model: A network.
@@ -207,7 +207,7 @@ def options_for(model: nn.Module, size: tuple[int, ...]) -> dict[str, Any]:
 
 
 def image_channels(model: nn.Module) -> int:
-    """Return the number of channels of the images of a model: that of its first convolution, or 3."""
+    """Return the number of image channels of a model: the input channels of its first convolution, or 3."""
     first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
     return first.in_channels if first is not None and first.groups == 1 else 3
 

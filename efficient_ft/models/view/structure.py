@@ -217,7 +217,7 @@ def _split_stages(
 
 
 def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the modules with parameters after the stages, first those in the encoder."""
+    """Return the names of the modules with parameters that follow the stages. Modules in the encoder come first."""
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
@@ -253,7 +253,7 @@ _TOWERS = ("visual", "vision_model", "vision_tower", "vision_encoder", "image_en
 
 
 def image_tower(model: nn.Module) -> str | None:
-    """Return the name of the image tower of a network that also has embeddings, as CLIP has, or None."""
+    """Return the name of the image tower if the network also has other embeddings, as in CLIP, or None otherwise."""
     names = (n for n, _ in model.named_modules() if n.count(".") <= 1 and n.rpartition(".")[2] in _TOWERS)
     return next((name for name in names if embeddings_outside(model, name)), None)
 

@@ -55,7 +55,7 @@ def fill_features(config: Config) -> RunFeatures:
     prefix = run_prefix(config, network, session.methods)
     if kind.supports("prefix"):
         set_form(config, images, prefix, device)
-    features = run_features(config, images, prefix, config.trainer.epochs, device)
+    features = run_features(config, images, prefix, config.trainer.views, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]
     with tqdm(total=sum(store.rows for store in features.stores), unit=f" {images.noun}s", disable=None) as bar:

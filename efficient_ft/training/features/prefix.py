@@ -230,11 +230,11 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
         exact = None if dtype is None or stores_bf16(prefix.model) else prefix.features(batch)
         prefix.form, seconds, deviation = choose_form(run, _forms(config, device), exact)
     shown = {Form.FP32: "unchanged"} if dtype is not None else {}
-    times = ", ".join(f"{format_seconds(value)} {shown.get(Form(form), form)}" for form, value in seconds.items())
+    times = ", ".join(f"{format_seconds(value)} ({shown.get(Form(form), form)})" for form, value in seconds.items())
     say(
-        f"The frozen prefix (up to {prefix.end}) uses the form {shown.get(prefix.form, prefix.form)}"
-        f" (trainer.prefix=auto). It deviates from fp32 by {format_percent(deviation[prefix.form])}."
-        f" {len(batch)} {'image takes' if len(batch) == 1 else 'images take'} {times}."
+        f"trainer.prefix=auto selected '{shown.get(prefix.form, prefix.form)}' for the frozen prefix (up to"
+        f" {prefix.end}). The features deviate from fp32 by {format_percent(deviation[prefix.form])}."
+        f" Times for a batch of {len(batch)}: {times}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
@@ -289,7 +289,7 @@ def run_features(
                 f"computing the features takes only {format_percent(share)} of the FLOPs of a training step"
                 f" ({prefix.reason})."
             )
-    return open_features(config, images, prefix, device)
+    return open_features(config, images, prefix, epochs, device)
 
 
 def features_hint(

@@ -49,8 +49,8 @@ def examples(config: Config, count: int, tokens: int | None = None) -> Inputs:
     return found
 
 
-def open_features(config: Config, images: Data, prefix: FrozenPrefix, device: torch.device) -> RunFeatures:
-    """Open the features of a run. The form of the prefix must already be set.
+def open_features(config: Config, images: Data, prefix: FrozenPrefix, epochs: int, device: torch.device) -> RunFeatures:
+    """Open the features of a run of `epochs` epochs. The form of the prefix must already be set.
 
     Raises:
         SettingError: If the features need more space than the settings or the disk allow.
@@ -60,7 +60,7 @@ def open_features(config: Config, images: Data, prefix: FrozenPrefix, device: to
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     about = {**about_features(config, images, prefix, device), "form": str(prefix.form)}
     if isinstance(images, TextData):
-        return _text_features(config, images, prefix, about)
+        return _text_features(config, images, prefix, epochs, about)
     plans = [_Plan(prefix, options.cache_dtype, views * train + evaluated, about)]
     if isinstance(images, SegmentationData):
         plans = [_Plan(prefix, options.cache_dtype, views * train, about, factory.input_of(config.model).image_size)]
@@ -75,7 +75,8 @@ def open_features(config: Config, images: Data, prefix: FrozenPrefix, device: to
                     f" {images.best_split} images are computed in every epoch."
                 )
     with_masks = plans[0].mask is not None
-    stores = _open_stores(config, images, plans, " and masks" if with_masks else "", len(plans) > 1 or not with_masks)
+    evaluates = len(plans) > 1 or not with_masks
+    stores = _open_stores(config, images, plans, epochs, " and masks" if with_masks else "", evaluates)
     of_train = SplitFeatures(prefix, plans[0].form, stores[0], views, mask=plans[0].mask)
     first = views * train
     if len(plans) > 1:
@@ -84,7 +85,9 @@ def open_features(config: Config, images: Data, prefix: FrozenPrefix, device: to
     return RunFeatures(of_train, None if with_masks else SplitFeatures(prefix, plans[0].form, stores[0], 1, first))
 
 
-def _text_features(config: Config, images: TextData, prefix: FrozenPrefix, about: dict[str, Any]) -> RunFeatures:
+def _text_features(
+    config: Config, images: TextData, prefix: FrozenPrefix, epochs: int, about: dict[str, Any]
+) -> RunFeatures:
     """Open the features of texts. See `TextFeatures`.
 
     Padding to the longest text of a batch requires nearly as much space: the batches of 32 texts of Reuters R8 have 466
@@ -98,7 +101,7 @@ def _text_features(config: Config, images: TextData, prefix: FrozenPrefix, about
     train, evaluated = images.splits["train"], images.splits[images.best_split]
     rows = options.views * train + evaluated
     plan = _Plan(lengths.at(longest), options.cache_dtype, rows, about, (longest,))
-    (store,) = _open_stores(config, images, [plan])
+    (store,) = _open_stores(config, images, [plan], epochs)
     parts = [
         TextFeatures(
             plan.prefix, plan.form, store, views, first, lengths=lengths, longest=longest, max_length=images.max_length
@@ -109,10 +112,11 @@ def _text_features(config: Config, images: TextData, prefix: FrozenPrefix, about
 
 
 def _open_stores(
-    config: Config, images: Data, plans: Sequence[_Plan], also: str = "", evaluates: bool = True
+    config: Config, images: Data, plans: Sequence[_Plan], epochs: int, also: str = "", evaluates: bool = True
 ) -> list[RowStore]:
     """Open the stores of a run, and print a message. Raise SettingError if there is not enough space.
 
+    The first store begins with the training samples. A run with fewer epochs than views does not use all of its rows.
     `also` names the other contents of the stores. `evaluates` is False if only the features of training samples are
     stored.
     """
@@ -121,16 +125,20 @@ def _open_stores(
     sizes = {folder / plan.key: plan.bytes for plan in plans}
     require_room("trainer.cache", options.cache_limit, sizes, "features", how)
     stores = [RowStore(folder / plan.key, plan.about, plan.rows, plan.row_bytes) for plan in plans]
-    rows, missing = sum(plan.rows for plan in plans), sum(store.missing() for store in stores)
+    train, used = images.splits["train"], min(views, epochs)
+    written = torch.cat([store.written() for store in stores])
+    written = torch.cat([written[: used * train], written[views * train :]])
+    rows, missing = len(written), int((~written).sum())
     prefix, noun = plans[0].prefix, f"{images.noun}s"
     shapes = " + ".join(" × ".join(map(str, shape)) for shape in prefix.shapes)
     say(
         f"Features of {prefix.end} ({shapes}, {options.cache_dtype}){also}:"
-        f" {views} view{'s' if views > 1 else ''} of {images.splits['train']} training {noun}"
+        f" {views} view{'s' if views > 1 else ''} of {train} training {noun}"
         + (f" and {images.splits[images.best_split]} {images.best_split} {noun}" if evaluates else "")
         + f" require {format_bytes(sum(sizes.values()))} in"
         f" {shown_path(stores[0].folder if len(stores) == 1 else folder)}."
-        f" {'All features are stored' if not missing else f'{missing} of {rows} features must be computed'}."
+        + (f" The run uses {used} of {views} views (trainer.epochs={epochs})." if used < views else "")
+        + f" {'All features are stored' if not missing else f'{missing} of {rows} features must be computed'}."
         f" {prefix.reason}."
     )
     augmented = images.noun != "text" and (config.data.masks is not None or is_random(config.data.augment))

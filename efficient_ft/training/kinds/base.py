@@ -52,9 +52,9 @@ class Evaluated(TypedDict):
         scores: all metrics for each split, if the task has several metrics.
         classes: the results of each class for each split, if samples have classes.
         labels: the results of each label for each split, if samples have any number of labels.
-        samples: for each split, the predictions of single samples (`record.predictions`).
+        samples: for each split, the predictions of individual samples (`record.predictions`).
         correct: for each split, the samples that are predicted correctly. Metrics that do not keep the predictions of
-            single samples have no entry.
+            individual samples have no entry.
         tasks: mapping from data sets to the metric of each split, if there are several data sets.
         each: the complete result of each data set, if there are several data sets.
     """
@@ -230,11 +230,13 @@ class Kind(ABC):
     def check_settings(self, config: Config) -> Config:
         """Return the configuration that ``efficient-ft check`` uses to find all unusable samples.
 
-        A label file is read with the value of ``data.on_corrupt``, which also applies to its rows.
+        All image files are inspected. The value of ``data.on_corrupt`` applies only to the rows of a label file.
         """
-        if config.data.name == "labels":
-            return config
-        return config.model_copy(update={"data": config.data.model_copy(update={"on_corrupt": "stop"})})
+        labels = None if config.data.labels is None else config.data.labels.model_copy()
+        if labels is not None:
+            labels._skips_rows = config.data.on_corrupt == "skip"
+        data = config.data.model_copy(update={"on_corrupt": "stop", "labels": labels})
+        return config.model_copy(update={"data": data})
 
     def classes(self, config: Config) -> int | dict[str, int]:
         """Return the number of classes without opening the data, or `UNKNOWN_CLASSES` if the data are missing."""

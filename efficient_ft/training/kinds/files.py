@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 import unicodedata
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.terminal import show
 from efficient_ft.core.text import plain_line
-from efficient_ft.data.images import is_image
+from efficient_ft.data.counts import counted, verb
+from efficient_ft.data.images import is_image, reading_hint
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Item:
 def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
     """Yield the files in `paths`, and all image files below the folders in `paths`.
 
+    Images in formats that cannot be read are reported on standard error, and are not yielded.
+
     The label of an image is the class in `names` that has the same name as one of the parent folders of the image.
 
     Raises:
@@ -39,9 +45,15 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
     """
     for path in paths:
         if path.is_dir():
-            found = sorted(p for p in path.rglob("*") if p.is_file() and is_image(p))
+            files = sorted(p for p in path.rglob("*") if p.is_file())
+            found = [p for p in files if is_image(p)]
+            others = Counter(p.suffix.lower() for p in files if not is_image(p))
+            unread = [(kind, number, hint) for kind, number in others.items() if (hint := reading_hint(kind))]
             if not found:
-                raise UserError(f"{path}: the folder contains no images.")
+                hints = "".join(f" For {kind} files: {hint}." for kind, _, hint in unread)
+                raise UserError(f"{path}: the folder contains no images.{hints}")
+            for kind, number, hint in unread:
+                show(f"{path}: {counted(number, f'{kind} file')} {verb(number)} no prediction: {hint}.", sys.stderr)
             for file in found:
                 below = file.relative_to(path)
                 shown = short_path(path) / below if not short_path(path).is_absolute() else Path(path.name) / below

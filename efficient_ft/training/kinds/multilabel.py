@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from efficient_ft.config import Config
 from efficient_ft.config.kinds import RULES
 from efficient_ft.core.format import format_percent
+from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.task import MultiLabel, Task
 from efficient_ft.training.kinds.base import RunData, Trained
 from efficient_ft.training.kinds.labels import LabelFileKind, Predicted, names, numbers
@@ -21,6 +22,12 @@ class MultiLabelKind(LabelFileKind):
 
     rules, task = RULES["multilabel"], MultiLabel()
     problem_type = "multi_label_classification"
+
+    def open(self, config: Config, spec: InputSpec) -> RunData:
+        opened: Any = super().open(config, spec)
+        if config.multilabel.thresholds == "tuned":
+            opened.warn_of_few_images()
+        return cast("RunData", opened)
 
     def task_of(self, config: Config) -> Task:
         of = config.multilabel

@@ -1,4 +1,4 @@
-"""Text and figures with the results of the single classes of a finished run (`record.class_results`)."""
+"""Text and figures with the results of each class of a finished run (`record.class_results`)."""
 
 from __future__ import annotations
 

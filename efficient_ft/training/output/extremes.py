@@ -24,9 +24,9 @@ class Extreme:
 
     Attributes:
         content: the image as the network receives it, or the text.
-        label: name of the true class, or the true values.
-        predicted: name of the predicted class, or the predicted values.
-        probability: probability of the predicted class as a percentage, or an empty string for values.
+        label: name of the true class, or the true labels or values.
+        predicted: name of the predicted class, or the predicted labels or values.
+        probability: probability of the predicted class as a percentage, or an empty string for labels and values.
         correct: True if the predicted class is the true class.
     """
 
@@ -76,6 +76,16 @@ def extreme_samples(
                 true, predicted = (
                     ", ".join(f"{name} {value:.4g}" for name, value in zip(names, samples[key][row], strict=True))
                     for key in ("target", "predicted")
+                )
+                found[selection].append(Extreme(content, true, predicted))
+                continue
+            if "labels" in samples:
+                rows_of = [samples[key][row] for key in ("labels", "predicted")]
+                if len(names) != len(rows_of[0]) or (target.numpy() > 0).tolist() != rows_of[0].tolist():
+                    raise UserError(f"The {split} {data.noun}s differ from those of the evaluation of the run.")
+                true, predicted = (
+                    ", ".join(name for name, flag in zip(names, flags, strict=True) if flag) or "(no label)"
+                    for flags in rows_of
                 )
                 found[selection].append(Extreme(content, true, predicted))
                 continue

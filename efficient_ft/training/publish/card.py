@@ -34,7 +34,7 @@ class Check:
         samples: number of compared samples.
         noun: noun for one sample.
         classes: True if the predicted classes were compared.
-        difference: largest difference of two logits.
+        difference: largest absolute difference between corresponding logits.
         scale: largest absolute logit.
         source: the program that runs the exported network, and the source of the samples.
     """
@@ -49,8 +49,8 @@ class Check:
     @property
     def sentence(self) -> str:
         """The result in one sentence."""
-        top = f"the top-1 classes of all {self.samples} {self.noun}s are equal; " if self.classes else ""
-        return f"{top}the largest difference of logits is {self.difference:.2g} (largest logit {self.scale:.3g})."
+        top = f"the predicted classes agree for all {self.samples} {self.noun}s; " if self.classes else ""
+        return f"{top}the logits differ by at most {self.difference:.2g} (largest logit {self.scale:.3g})."
 
 
 def require_license(name: str) -> None:
@@ -69,7 +69,10 @@ def model_card(
     library: str,
     command: str,
 ) -> str:
-    """Return the text of the card. `run` is the run folder, and `library` loads the folder (or is empty)."""
+    """Return the text of the card.
+
+    `run` is the run folder. `library` is the library that can load the exported folder, or an empty string.
+    """
     try:
         results: Mapping[str, Any] | None = read_results(run)
     except UserError:  # the run was not finished, or only model.safetensors is available
@@ -263,7 +266,11 @@ def _accuracy(accuracies: Sequence[tuple[str, str, float]]) -> str:
 def _training(results: Mapping[str, Any]) -> str:
     methods = [f"- {name}: {of.get('summary', '')}".rstrip(": ") for name, of in results["methods"].items()]
     arguments = " ".join(map(shlex.quote, map(_without_folders, results["arguments"])))
-    command = f"```bash\nefficient-ft {arguments}\n```\n\nPaths are shortened." if arguments else "Started from Python."
+    command = (
+        f"```bash\nefficient-ft {arguments}\n```\n\nAbsolute paths are shortened."
+        if arguments
+        else "The run was started from Python."
+    )
     return "\n\n".join(["## Training", command, "\n".join(map(plain_line, methods))])
 
 
@@ -313,4 +320,7 @@ def _data(results: Mapping[str, Any]) -> str:
 def _per_class(summary: Mapping[str, Any], split: str) -> str:
     """Return the smallest and the largest number of samples of a class, or an empty string if they are not known."""
     counts = summary.get("splits", {}).get(split, {}).get("per_class")
-    return f" ({min(counts):,} to {max(counts):,} of each class)" if counts else ""
+    if not counts:
+        return ""
+    low, high = min(counts), max(counts)
+    return f" ({low:,} per class)" if low == high else f" ({low:,} to {high:,} per class)"

@@ -1,7 +1,6 @@
-"""Export a run to a folder in the usual published form, check the export, and load exported networks.
+"""Export a run to a folder that can be published, check the export, and load exported networks.
 
-The folder is written under a temporary name. It receives its final name only after the exported network was compared
-with the network of the run.
+The folder has a temporary name until the exported network has been compared with the network of the run.
 """
 
 from __future__ import annotations
@@ -83,7 +82,8 @@ def export_run(options: ExportOptions) -> tuple[Path, list[str]]:
     Raises:
         SettingError: If the file format or the license is invalid.
         UserError: If the run cannot be loaded or exported, if a package is missing, if the folder exists, or if the
-            exported network predicts other classes than the run. The folder is then not created.
+            predictions of the exported network differ from those of the run. If an error is raised, the folder is not
+            created.
     """
     if options.to not in FORMATS:
         raise SettingError("--to", options.to, FORMATS)
@@ -245,7 +245,7 @@ def compared(task: Task, model: nn.Module, exported: nn.Module, batches: Sequenc
     if different or not (classes or largest <= _TOLERANCE * max(scale, 1e-6)):
         where = f" for {different} of {samples} {task.sample}s" if different else ""
         raise UserError(
-            f"The exported network and the run give different predictions{where} (largest difference of logits"
+            f"The exported network and the run give different predictions{where} (largest logit difference"
             f" {largest:.2g}, largest logit {scale:.3g}; {source}). Nothing was written. Please report this network and"
             " its methods, and use model.safetensors of the run."
         )
