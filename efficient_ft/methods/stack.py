@@ -13,6 +13,7 @@ from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.methods.declarations import MUST_COME_BEFORE, Adds, Axis, Needs
+from efficient_ft.methods.quantized import quantized_parameters, refuse_quantized
 from efficient_ft.methods.tokens.block_forms import why_not
 from efficient_ft.models.marks import Mark, marks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -144,9 +145,11 @@ def check_needs(method: _Method, view: ModelView) -> None:
     """Raise UserError if the model does not meet a requirement that `method` declares.
 
     Raise SettingError if a token grid is required and an image consists of a single patch, or if the blocks that the
-    user specifies are not in the order of the forward pass.
+    user specifies are not in the order of the forward pass. Raise UserError for adapters if the head is quantized.
     """
     view.check_block_order()
+    if Axis.ADAPTERS in method.axes and quantized_parameters(view.model):
+        refuse_quantized(method.name, view.model, view.new_parameters(), "train")
     for need in Needs:
         if need in method.needs:
             why = _missing(need, method, view)
