@@ -150,6 +150,11 @@ def check_needs(method: _Method, view: ModelView) -> None:
     view.check_block_order()
     if Axis.ADAPTERS in method.axes and quantized_parameters(view.model):
         refuse_quantized(method.name, view.model, view.new_parameters(), "train")
+    if Needs.BLOCKS in method.needs:
+        try:
+            view.check_towers(one=bool({Axis.TOKENS, Axis.PATCHES} & set(method.axes)))
+        except UserError as error:
+            raise UserError(f"method {method.name}: {error}") from None
     for need in Needs:
         if need in method.needs:
             why = _missing(need, method, view)

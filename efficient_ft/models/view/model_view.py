@@ -19,6 +19,7 @@ from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Call, Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.specified import specified
 from efficient_ft.models.view.structure import above, after, are_halves, parameters_under, stages_of, stem_of
+from efficient_ft.models.view.towers import after_towers, holding, last_stages, pattern_of, towers_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
@@ -49,7 +50,9 @@ class ModelView:
         head: Names of the classifier's modules. See `models.view.head`.
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase for reports that lists the inferred parts, or an empty string if the head was declared.
-        tail: Names of the modules that run after the last stage (norms, decoder, head).
+        towers: Names of the networks with blocks if the model contains several, for example two image towers.
+        tail: Names of the modules that run after the last stage (norms, decoder, head). If the model contains several
+            networks, these modules follow the networks with `blocks`.
         prefix_note: Phrase for reports that states the inferred number of prefix tokens, or an empty string if the
             number was declared. The first access to `prefix_tokens` sets this attribute.
         size_note: Phrase for reports that states the assumed image size, or an empty string if the size is known or was
@@ -63,7 +66,9 @@ class ModelView:
         self.blocks: tuple[str, ...] = tuple(block for stage in self.stages for block in stage)
         head = head_of(model, self.image_size)
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
-        self.tail: tuple[str, ...] = after(model, container)
+        self.towers = towers_of(model, self.image_size)
+        towers = self.towers
+        self.tail: tuple[str, ...] = after_towers(model, towers, container) if towers else after(model, container)
         self.prefix_note = self.size_note = ""
         self._size_is_given = image_size is not None
         self._size_is_assumed = image_size is None and assumed_size_note(model) != ""
@@ -97,13 +102,19 @@ class ModelView:
         """Return True if the model has a class token. The class token is the first token."""
         if self.prefix_tokens < 1:
             return False
-        for network in _with_inner(self.model):
+        for network in _with_inner(self._with_blocks):
             if getattr(network, "cls_token", None) is not None:
                 return True
             if hasattr(network, "get_classifier"):  # models from timm declare their class token
                 return False
-        named = self.model.named_parameters()
+        named = self._with_blocks.named_parameters()
         return not takes_tokens(self.model) and any(_CLASS_TOKEN.search(name) and p.numel() for name, p in named)
+
+    @property
+    def _with_blocks(self) -> nn.Module:
+        """The model, or the first of several networks in it that contains blocks in `blocks`."""
+        held = holding(self.towers, self.blocks)
+        return self.model.get_submodule(held[0]) if held else self.model
 
     def called_modules(self, block: str) -> tuple[str, ...]:
         """Return the names of the modules that the network calls to run `block`.
@@ -121,7 +132,7 @@ class ModelView:
         contain. Otherwise, the number is the length of the sequence in the first block minus the number of patches. A
         difference of more than 16 tokens is ignored, and the result is 0.
         """
-        declared = prefix_tokens_of(self.model)
+        declared = specified(self.model).get("prefix_tokens", prefix_tokens_of(self._with_blocks))
         if declared is not None or takes_tokens(self.model):
             return declared or 0
         inside = f"{self.blocks[0]}." if self.blocks else ""
@@ -200,6 +211,31 @@ class ModelView:
                 do = f"The network runs {other!r} before {one!r}."
                 raise SettingError("blocks", names, "a list in the order of the forward pass", do)
 
+    def check_towers(self, *, one: bool = False) -> None:
+        """Raise UserError if several networks in the model have blocks, and the user has not specified the blocks.
+
+        Args:
+            one: If True, specified blocks must belong to one network.
+        """
+        held = holding(self.towers, self.blocks)
+        is_specified = "blocks" in specified(self.model)
+        if not self.towers or (is_specified and not (one and len(held) > 1)):
+            return
+        patterns = {tower: pattern_of(self.model, tower) for tower in self.towers}
+        first = patterns[self.towers[0]]
+        which = f"blocks={(first[0] if len(first) == 1 else first)!r}"
+        every = [pattern for tower in self.towers for pattern in patterns[tower]]
+        listed = " and ".join(f"model.{tower}" for tower in self.towers)
+        whole = "" if one else f" To use the blocks of all of them, pass blocks={every}."
+        why = "and the method supports only one of them" if one else "so the blocks to use are unknown"
+        raise UserError(
+            f"{self.name} contains {len(self.towers)} networks with blocks ({', '.join(self.towers)}), {why}."
+            + hint(
+                f"{whole} To use the blocks of one network, pass only its blocks, for example {which}. Alternatively,"
+                f" apply the method to {listed} separately (in a callback, pass network={self.towers[0]!r})."
+            )
+        )
+
     @cached_property
     def _probed(self) -> Probed:
         if self._size_is_assumed:
@@ -222,10 +258,11 @@ class ModelView:
         """Return the blocks and other modules of the last stage, and all later modules.
 
         The modules in `LAST_STAGE_WITHOUT` are excluded. Other heads than the classifier that the user specifies are
-        also excluded.
+        also excluded. If the blocks belong to several networks, the result contains the last stage of each network.
 
         Raises:
-            UserError: If no stages or blocks of the model are recognized.
+            UserError: If no stages or blocks of the model are recognized, or if the model contains several networks and
+                the blocks are not specified.
         """
         if not self.stages:
             raise UserError(
@@ -233,10 +270,17 @@ class ModelView:
                 + hint(" If the network has blocks, pass their names, for example blocks='encoder.layers.*'.")
                 + f" {hint('Otherwise, use', 'Use')} another selection method (head, full, bitfit or norm_last)."
             )
+        self.check_towers()
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
-        extras = (n for n in self.stage_extras[-1] if without is None or n.split(".")[-1] != without)
+        held = holding(self.towers, self.blocks)
+        if len(held) > 1:
+            last = last_stages(self.model, held, self.blocks)
+        else:
+            last = [(self.stage_extras[-1], self.stages[-1])]
+        extras = [n for names, _ in last for n in names if without is None or n.split(".")[-1] != without]
+        blocks = [block for _, names in last for block in names]
         heads = other_heads(self.model, self.image_size)
-        return (*extras, *self.stages[-1], *(name for name in self.tail if name not in heads))
+        return (*extras, *blocks, *(name for name in self.tail if name not in heads))
 
 
 def _is_attention(module: nn.Module) -> bool:

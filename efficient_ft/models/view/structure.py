@@ -64,7 +64,7 @@ def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tupl
     container form one stage. If all blocks are in one container, they are divided into four stages.
     """
     if blocks := specified(model).get("blocks"):
-        return _stages_of_blocks(model, blocks)
+        return stages_of_blocks(model, blocks)
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -94,10 +94,10 @@ def _quarters(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
 
 
-def _stages_of_blocks(
+def stages_of_blocks(
     model: nn.Module, blocks: Sequence[str]
 ) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the same values as `stages_of` for the `blocks` that the user specifies."""
+    """Return the same values as `stages_of` for given `blocks`."""
     holders = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     stages = tuple(tuple(name for name in blocks if name.rpartition(".")[0] == holder) for holder in holders)
     if len(holders) == 1:
@@ -224,7 +224,7 @@ def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
         inside = ".".join(around[:depth])
         holder = model.get_submodule(inside)
         names = [n for n, _ in holder.named_children()]
-        within = {c.split(".")[depth] for c in container}
+        within = {c.split(".")[depth] for c in container if not inside or c.startswith(f"{inside}.")}
         last = max((names.index(c) for c in within), default=len(names))
         rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
         found += [f"{inside}.{n}" if inside else n for n in rest]
