@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.head import head_of, networks_in, other_heads
+from efficient_ft.models.view.inputs import advice_for_inputs, other_inputs, refuse_required_inputs
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Call, Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.specified import specified
@@ -243,6 +244,8 @@ class ModelView:
         try:
             return probe(self.model, self.image_size, self._call)
         except UserError as error:
+            if self._call is None:
+                refuse_required_inputs(self.model, "the method")
             if self._size_is_given or takes_tokens(self.model):
                 raise
             if self._size_is_assumed:
@@ -252,6 +255,11 @@ class ModelView:
             else:
                 origin = "The model declares this size."
             advice = hint(" If the model requires a different size, pass it, for example image_size=112.")
+            _, optional = other_inputs(self.model)
+            networks = networks_in(self.model)
+            if optional and networks:
+                advice += hint(f" If it requires other inputs ({', '.join(optional)}):")
+                advice += advice_for_inputs(self.model, networks)
             raise UserError(f"{error}\n{origin}{advice}") from error
 
     def last_stage(self) -> tuple[str, ...]:
