@@ -151,6 +151,11 @@ def check_needs(method: _Method, view: ModelView) -> None:
     if Axis.ADAPTERS in method.axes and quantized_parameters(view.model):
         refuse_quantized(method.name, view.model, view.new_parameters(), "train")
     if Needs.BLOCKS in method.needs:
+        if view.shared_blocks and {Axis.TOKENS, Axis.PATCHES} & set(method.axes):
+            raise UserError(
+                f"method {method.name}: {_shared_in_words(view)}. Tokens can be dropped or merged only if each block"
+                " occurs once. Choose another method."
+            )
         try:
             view.check_towers(one=bool({Axis.TOKENS, Axis.PATCHES} & set(method.axes)))
         except UserError as error:
@@ -206,6 +211,8 @@ def assumptions(method: _Method, view: ModelView) -> list[str]:
         notes.append(view.size_note)
     elif view.size_note:
         notes.append(f"{view.size_note}, which affects only the choice of layers")
+    if view.shared_blocks and Needs.BLOCKS in method.needs:
+        notes.append(_shared_in_words(view))
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if freezes and any(not p.requires_grad for p in view.model.parameters()):
         if view.head_note:
@@ -215,6 +222,14 @@ def assumptions(method: _Method, view: ModelView) -> list[str]:
             advice = hint(" (if there is one, pass its name as the argument classifier)")
             notes.append(f"no classifier was found{advice}")
     return notes
+
+
+def _shared_in_words(view: ModelView) -> str:
+    """Return a phrase that states which blocks the network contains several times."""
+    shared = view.shared_blocks
+    name, names = next(iter(shared.items()))
+    more = f", and {len(shared) - 1} more" if len(shared) > 1 else ""
+    return f"{view.name} contains blocks several times with shared weights ({name}: {len(names)} times{more})"
 
 
 #: Remedies if the token grid or the blocks of a network are not recognized.

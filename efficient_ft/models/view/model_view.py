@@ -19,7 +19,15 @@ from efficient_ft.models.view.inputs import advice_for_inputs, other_inputs, ref
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Call, Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.specified import specified
-from efficient_ft.models.view.structure import above, after, are_halves, parameters_under, stages_of, stem_of
+from efficient_ft.models.view.structure import (
+    above,
+    after,
+    are_halves,
+    parameters_under,
+    shared_blocks,
+    stages_of,
+    stem_of,
+)
 from efficient_ft.models.view.towers import after_towers, holding, last_stages, pattern_of, towers_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
@@ -110,6 +118,11 @@ class ModelView:
                 return False
         named = self._with_blocks.named_parameters()
         return not takes_tokens(self.model) and any(_CLASS_TOKEN.search(name) and p.numel() for name, p in named)
+
+    @cached_property
+    def shared_blocks(self) -> dict[str, list[str]]:
+        """All full names of each block that the model contains several times (shared weights)."""
+        return shared_blocks(self.model, self.blocks)
 
     @property
     def _with_blocks(self) -> nn.Module:
@@ -237,6 +250,22 @@ class ModelView:
             )
         )
 
+    def _check_last_stage_is_separate(self) -> None:
+        """Raise UserError if a block of the last stage is also a block of an earlier stage (shared weights)."""
+        order = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
+        *earlier, last = (
+            [n for block in stage for n in self.shared_blocks.get(block, [block])] for stage in self.stages
+        )
+        before = [order.index(name) for stage in earlier for name in stage]
+        shared = next((block for block in self.stages[-1] if block in self.shared_blocks), None)
+        if shared is not None and (not before or min(map(order.index, last)) < max(before)):
+            names = self.shared_blocks[shared]
+            raise UserError(
+                f"the last stage of {self.name} shares its weights with earlier stages: {shared} occurs {len(names)}"
+                f" times ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})."
+                " Use another selection method (head, full, bitfit or norm_last)."
+            )
+
     @cached_property
     def _probed(self) -> Probed:
         if self._size_is_assumed:
@@ -269,8 +298,8 @@ class ModelView:
         also excluded. If the blocks belong to several networks, the result contains the last stage of each network.
 
         Raises:
-            UserError: If no stages or blocks of the model are recognized, or if the model contains several networks and
-                the blocks are not specified.
+            UserError: If no stages or blocks of the model are recognized, if the model contains several networks and
+                the blocks are not specified, or if the last stage shares weights with earlier stages.
         """
         if not self.stages:
             raise UserError(
@@ -279,6 +308,7 @@ class ModelView:
                 + f" {hint('Otherwise, use', 'Use')} another selection method (head, full, bitfit or norm_last)."
             )
         self.check_towers()
+        self._check_last_stage_is_separate()
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
         held = holding(self.towers, self.blocks)
         if len(held) > 1:

@@ -231,6 +231,21 @@ def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(found)
 
 
+def shared_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
+    """Return all full names of each block that its list contains several times, with the name in `blocks` as the key.
+
+    Other attributes that refer to a block, for example ``self.last = self.blocks[-1]``, do not count.
+    """
+    found = {}
+    for name in blocks:
+        holder, block = name.rpartition(".")[0], model.get_submodule(name)
+        siblings = model.get_submodule(holder)._modules.items()
+        names = [f"{holder}.{child}" if holder else child for child, module in siblings if module is block]
+        if len(names) > 1:
+            found[name] = names
+    return found
+
+
 def _is_composite(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
