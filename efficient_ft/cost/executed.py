@@ -35,6 +35,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.cost.meter import LayerFlops, LiveTensor
 from efficient_ft.cost.probe import Probe, undisturbed
 from efficient_ft.cost.step import AUTOCAST, BuildOptimizer, StepOptions, StepSpec
+from efficient_ft.models.view.inputs import refuse_required_inputs
 
 __all__ = ["AUTOCAST", "Executed", "Kept", "count", "executed", "kept_after_forward", "layer_flops"]
 
@@ -127,12 +128,16 @@ def executed(
 
     Raises:
         SettingError: If a setting is out of range.
-        UserError: If the model does not return logits.
+        UserError: If the model does not return logits, or if it requires inputs in addition to images.
     """
     probe = Probe(model, methods, StepSpec(batch_size, input_size, **options), build_optimizer)
     with undisturbed():
-        probe.warm_up()
-        return count(probe)
+        try:
+            probe.warm_up()
+            return count(probe)
+        except TypeError:
+            refuse_required_inputs(model, "the counted step")
+            raise
 
 
 def layer_flops(

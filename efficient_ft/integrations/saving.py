@@ -5,18 +5,20 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.files import write_bytes_atomically
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.methods.base import Method, plain_state_dict
+from efficient_ft.methods.quantized import quantized_parameters
 from efficient_ft.models.frozen_batch_norm import frozen_layers
 from efficient_ft.models.marks import added_modules, is_inside
 
@@ -83,7 +85,17 @@ def write_trained(path: Path, model: nn.Module, names: Sequence[str], methods: S
 
 
 def write_whole(path: Path, model: nn.Module, methods: Sequence[Method]) -> None:
-    """Write all weights under the names of the pretrained model. Raise UserError if the file cannot be written."""
+    """Write all weights under the names of the pretrained model.
+
+    Raise UserError if the file cannot be written, or if a weight is quantized.
+    """
+    if quantized := quantized_parameters(model):
+        name = next(iter(quantized))
+        raise UserError(
+            f"The file {path} cannot be written: a .safetensors file with all weights cannot contain quantized weights"
+            f" ({name}, {quantized[name]}). Save the trained part without whole=True, or use"
+            " torch.save(model.state_dict(), path)."
+        )
     _write(path, plain_state_dict(model, methods, copy_weights=False), {})
 
 
@@ -228,8 +240,19 @@ def _checksum(model: nn.Module, names: Iterable[str]) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         if name not in left_out and isinstance(tensor, Tensor):
             checksum.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            checksum.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            for plain in _plain_tensors(tensor.detach()):
+                checksum.update(plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return checksum.hexdigest()[:32]
+
+
+def _plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield `tensor` itself, or the plain tensors of which a tensor subclass such as a quantized weight consists."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _plain_tensors(getattr(tensor, name))
 
 
 def encode(state: Any) -> Any:

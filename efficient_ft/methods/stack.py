@@ -13,6 +13,7 @@ from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.methods.declarations import MUST_COME_BEFORE, Adds, Axis, Needs
+from efficient_ft.methods.quantized import quantized_parameters, refuse_quantized
 from efficient_ft.methods.tokens.block_forms import why_not
 from efficient_ft.models.marks import Mark, marks_of
 from efficient_ft.models.view import ModelView, Reason, Skipped
@@ -144,9 +145,21 @@ def check_needs(method: _Method, view: ModelView) -> None:
     """Raise UserError if the model does not meet a requirement that `method` declares.
 
     Raise SettingError if a token grid is required and an image consists of a single patch, or if the blocks that the
-    user specifies are not in the order of the forward pass.
+    user specifies are not in the order of the forward pass. Raise UserError for adapters if the head is quantized.
     """
     view.check_block_order()
+    if Axis.ADAPTERS in method.axes and quantized_parameters(view.model):
+        refuse_quantized(method.name, view.model, view.new_parameters(), "train")
+    if Needs.BLOCKS in method.needs:
+        if view.shared_blocks and {Axis.TOKENS, Axis.PATCHES} & set(method.axes):
+            raise UserError(
+                f"method {method.name}: {_shared_in_words(view)}. Tokens can be dropped or merged only if each block"
+                " occurs once. Choose another method."
+            )
+        try:
+            view.check_towers(one=bool({Axis.TOKENS, Axis.PATCHES} & set(method.axes)))
+        except UserError as error:
+            raise UserError(f"method {method.name}: {error}") from None
     for need in Needs:
         if need in method.needs:
             why = _missing(need, method, view)
@@ -198,6 +211,8 @@ def assumptions(method: _Method, view: ModelView) -> list[str]:
         notes.append(view.size_note)
     elif view.size_note:
         notes.append(f"{view.size_note}, which affects only the choice of layers")
+    if view.shared_blocks and Needs.BLOCKS in method.needs:
+        notes.append(_shared_in_words(view))
     freezes = {Axis.SELECTION, Axis.ADAPTERS} & set(method.axes)
     if freezes and any(not p.requires_grad for p in view.model.parameters()):
         if view.head_note:
@@ -207,6 +222,14 @@ def assumptions(method: _Method, view: ModelView) -> list[str]:
             advice = hint(" (if there is one, pass its name as the argument classifier)")
             notes.append(f"no classifier was found{advice}")
     return notes
+
+
+def _shared_in_words(view: ModelView) -> str:
+    """Return a phrase that states which blocks the network contains several times."""
+    shared = view.shared_blocks
+    name, names = next(iter(shared.items()))
+    more = f", and {len(shared) - 1} more" if len(shared) > 1 else ""
+    return f"{view.name} contains blocks several times with shared weights ({name}: {len(names)} times{more})"
 
 
 #: Remedies if the token grid or the blocks of a network are not recognized.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 from torch import nn
 
 from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.methods.declarations import Axis
 from efficient_ft.models.view import assumed_size_note, default_image_size
+from efficient_ft.models.view.inputs import other_inputs
 from efficient_ft.models.view.probe import DataFlow
 from efficient_ft.models.view.structure import embeddings_outside, image_tower
 
@@ -107,7 +106,7 @@ def refuse_other_inputs(model: nn.Module) -> None:
     even if they contain embeddings outside of the image tower, for example learned queries.
     """
     tower = image_tower(model)
-    required, optional = _other_inputs(model)
+    required, optional = other_inputs(model)
     if tower is None or not (required or optional):
         return
     cause, more = None, ""
@@ -126,17 +125,6 @@ def refuse_other_inputs(model: nn.Module) -> None:
         f" tower, model.{tower}. In a callback, pass network='{tower}', or network='NAME.{tower}' if the network is the"
         f" attribute NAME of the model.{more}"
     ) from cause
-
-
-def _other_inputs(model: nn.Module) -> tuple[bool, bool]:
-    """Return whether the forward method has required inputs and optional inputs in addition to the first input.
-
-    Arguments with a default value other than None are options instead of inputs.
-    """
-    every = list(inspect.signature(model.forward).parameters.values())
-    named = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    required = any(p.default is p.empty for p in named[1:])
-    return required, not named or any(p.default is None for p in named[1:])
 
 
 def _has_module(module: nn.Module, name: str) -> bool:

@@ -332,7 +332,8 @@ def split_prefix(contents: Contents, prefix: str) -> tuple[str, str]:
 def no_fit(config: ModelConfig, path: Path, details: str) -> SettingError:
     """Return the error for a file that does not fit the network. `details` explains the reasons."""
     encoder = "" if config.encoder is None else f" or model.encoder={config.encoder}"
-    return SettingError("model.weights", path, f"a file that fits model.name={config.name}{encoder}", details)
+    kind = "a folder" if path.is_dir() else "a file"
+    return SettingError("model.weights", path, f"{kind} that fits model.name={config.name}{encoder}", details)
 
 
 def some(names: Sequence[Any]) -> str:

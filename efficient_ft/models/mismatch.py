@@ -89,7 +89,7 @@ def explain(
     advice += "" if advice else _with_argument(fit)
     if contents.objects and not fit.loaded:
         advice += f" The following Python objects in the file were not read: {some(contents.objects)}."
-    return f"The file may belong to another model: {details}.{advice}"
+    return f"The weights may belong to another model: {details}.{advice}"
 
 
 def _tokens(given: Mapping[str, Tensor], own: Mapping[str, Tensor], *, positions: bool) -> list[str]:

@@ -124,7 +124,11 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
         return about
     types = sorted(one for one in known if one not in _OTHER_INPUTS)
     near = difflib.get_close_matches(kind, types, n=3, cutoff=0.5)
-    hint = f"Similar types with an image classifier: {', '.join(near)}." if near else f"Choose {', '.join(types)}."
+    hint = (
+        f"Similar types with an image classifier: {', '.join(near)}."
+        if near
+        else f"Examples of supported types: {', '.join(_EXAMPLES)}."
+    )
     hint += " timm may also contain the network (model=timm)."
     if config.weights is None and kind == config.name:
         allowed = "a model type of transformers with an image classifier (AutoModelForImageClassification)"
@@ -134,6 +138,8 @@ def _architecture(config: ModelConfig, classes: int) -> Any:
     raise SettingError(setting, source, allowed, f"Its model type is {kind}. {hint}")
 
 
+#: Model types for messages.
+_EXAMPLES = ("convnextv2", "deit", "dinov2", "swin", "vit")
 #: Model types that take inputs other than images: color clusters, patches with masks, and images with texts.
 _OTHER_INPUTS = ("imagegpt", "siglip2", "shieldgemma2")
 
@@ -180,7 +186,10 @@ def build(config: ModelConfig, classes: int) -> nn.Module:
     except FAILURES as error:
         raise _refused_size(config, size, own, first_line(error)) from error
     if patch is not None:
-        raise unused_pixels_error(config.name, size, patch)
+        refused = unused_pixels_error(config.name, size, patch)
+        if config.image_size is None and size != own:
+            raise UserError(f"{refused} The file {NAMES[0]} specifies {size[0]}×{size[1]} pixels.")
+        raise refused
     return _prepared(model, spec)
 
 

@@ -281,7 +281,8 @@ class NetworkFiles:
         try:
             return known[kind].from_dict(plain)
         except REFUSALS as error:
-            raise UserError(f"The file {folder}/{CONFIG} cannot be used: {first_line(error)}.") from error
+            why = " ".join(str(error).split())[:300] or first_line(error)
+            raise UserError(f"The file {folder}/{CONFIG} cannot be used: {why.rstrip('.')}.") from error
 
     def random(self, config: ModelConfig, about: Any) -> nn.Module:
         """Build the network of the `transformers` configuration `about` with random weights in fp32."""

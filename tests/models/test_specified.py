@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torchvision
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.integrations.session import MethodSession
 from efficient_ft.integrations.transformers import MethodCallback
-from efficient_ft.methods import LBPDCT, LISA, Checkpointing, HeadOnly, PatchDropout, apply_methods
+from efficient_ft.methods import LBPDCT, LISA, Checkpointing, Compact, HeadOnly, PatchDropout, apply_methods
 from efficient_ft.models.view import specify, view
 from efficient_ft.models.view.specified import specified
 
@@ -122,6 +123,24 @@ def test_blocks_of_several_containers_are_stages() -> None:
     specify(model, blocks=["layer1.*", "layer2.*", "layer3.*", "layer4.*"])
     assert view(model).stages == view(torchvision.models.resnet18()).stages
     assert view(model).last_stage() == view(torchvision.models.resnet18()).last_stage()
+
+
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("swin_tiny_patch4_window7_224", "layers.{}.blocks.*"), ("pvt_v2_b0", "stages.{}.blocks.*")]
+)
+def test_specified_blocks_that_are_also_recognized_change_nothing(name: str, blocks: str) -> None:
+    """The layers between the stages are packed in both cases, so that the saved bytes are equal."""
+    costs, views = [], []
+    for structure in ({}, {"blocks": [blocks.format(stage) for stage in range(4)]}):
+        model = timm.create_model(name, num_classes=3)
+        session = MethodSession(model, Compact(), **structure)  # type: ignore[arg-type]
+        session.apply()
+        costs.append(session.cost(1).saved_bytes)
+        views.append(view(model))
+    assert costs[0] == costs[1]
+    assert views[0].stage_extras == views[1].stage_extras != ((),) * 4
+    assert views[0].last_stage() == views[1].last_stage()
+    assert views[0].tail == views[1].tail
 
 
 @pytest.mark.parametrize(

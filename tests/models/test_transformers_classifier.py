@@ -337,7 +337,9 @@ def test_folders_that_do_not_fit_are_rejected(
     with pytest.raises(UserError, match=r"The weights in .*cut cannot be read .*, or set model\.weights to another"):
         factory.create_model(config(weights=str(cut)), 2)
     wider = {"hidden_size": 64}
-    with pytest.raises(SettingError, match=r"model\.weights must be a file that fits model\.name=vit"):
+    with pytest.raises(
+        SettingError, match=r"model\.weights must be a folder that fits model\.name=vit.* The weights may belong"
+    ):
         factory.create_model(config(weights=str(folders["vit"]), kwargs=wider), 2)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     message = str(factory.missing_weights(config("some/unknown-network")))
@@ -346,3 +348,34 @@ def test_folders_that_do_not_fit_are_rejected(
     message = str(factory.missing_weights(config("vit")))
     assert "a repository OWNER/NAME on the hub, or set model.pretrained=false for random weights" in message
     assert factory.missing_weights(random()) is None
+
+
+@pytest.mark.parametrize(
+    ("file", "entries", "message"),
+    [
+        ("preprocessor_config.json", {"size": 30}, r"a multiple of 4 .*, got 30\. .*json specifies 30×30 pixels\."),
+        (
+            "config.json",
+            {"num_hidden_layers": "two"},
+            r"'num_hidden_layers': .* expected int, got str \(value: 'two'\)\.",
+        ),
+        (
+            "config.json",
+            {"model_type": "sam"},
+            r"type is sam\. Examples of supported types: convnextv2, deit, .*, vit\.",
+        ),
+        (
+            "config.json",
+            {"num_hidden_layers": 5},
+            r"must be a folder that fits .* The weights may belong to another model",
+        ),
+    ],
+)
+def test_wrong_entries_in_the_files_of_a_folder_are_named(
+    folders: dict[str, Path], tmp_path: Path, file: str, entries: dict[str, Any], message: str
+) -> None:
+    folder = shutil.copytree(folders["vit"], tmp_path / "network")
+    path = folder / file
+    path.write_text(json.dumps({**(json.loads(path.read_text()) if path.exists() else {}), **entries}))
+    with pytest.raises(UserError, match=message):
+        factory.create_model(config("auto", weights=str(folder)), 2)

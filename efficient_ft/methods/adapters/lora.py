@@ -15,6 +15,7 @@ from efficient_ft.core.errors import UserError, hint
 from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import check_bool, check_choice, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis
+from efficient_ft.methods.quantized import is_quantized, refuse_quantized
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import count, left, trained, within
 from efficient_ft.models.marks import is_inside
@@ -173,7 +174,10 @@ class LoRA(Method):
         if type(layer.module) not in (nn.Linear, nn.Conv2d):
             # Adapters cannot be merged into standardized weights, and matrix A does not support "same" padding.
             return Skipped(Reason.OTHER_FORM, f"the class {type(layer.module).__name__} overrides the forward method")
-        if not layer.module.weight.requires_grad:  # type: ignore[union-attr]
+        weight: Any = layer.module.weight
+        if is_quantized(weight):
+            return Skipped(Reason.QUANTIZED, f"quantized ({type(weight).__name__})")
+        if not weight.requires_grad:
             return Skipped(Reason.FROZEN)
         if layer.reach is not None and self.as_published:
             return Skipped(Reason.AS_PUBLISHED, "the forward method of the layer is never called")
@@ -188,6 +192,8 @@ class LoRA(Method):
             return UserError(
                 f"method {self.name}: all layers of {view.name} have too few channels ({narrow}). Use a lower rank."
             )
+        quantized = [f"{name}.weight" for name, why in skipped.items() if why.reason == Reason.QUANTIZED]
+        refuse_quantized(self.name, view.model, quantized, "adapt")
         frozen = sum(why.reason == Reason.FROZEN for why in skipped.values())
         if frozen:
             return UserError(

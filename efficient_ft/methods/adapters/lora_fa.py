@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from efficient_ft.methods.adapters.lora import LoRA
 from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import OwnForward, put_inside, take_away
+from efficient_ft.methods.quantized import is_quantized
 from efficient_ft.methods.registry import register
 from efficient_ft.models.view import Layer, ModelView, Reason, Skipped
 from efficient_ft.ops.frozen import frozen_conv2d
@@ -75,7 +76,8 @@ class LoRAFA(LoRA):
         for module in model.modules():
             # `frozen_conv2d` does not support subclasses, other padding modes, or padding that is given as a string.
             plain = type(module) is nn.Conv2d and module.padding_mode == "zeros" and not isinstance(module.padding, str)
-            if plain and not module.weight.requires_grad:  # type: ignore[union-attr]
+            weight: Any = module.weight if plain else None
+            if plain and not weight.requires_grad and not is_quantized(weight):
                 put_inside(module, _FrozenForward(module))
         return replace(report, summary=self._summary(model, dict(report.skipped)))
 

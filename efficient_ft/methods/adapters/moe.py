@@ -22,10 +22,11 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import blocks_at, check_bool, check_indices, check_integer, check_number
 from efficient_ft.methods.declarations import Adds, Axis, Needs
 from efficient_ft.methods.forwards import OwnForward, foreign_forward, forwards_of, put_inside, refuse_export, take_away
+from efficient_ft.methods.quantized import refuse_quantized
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.tasks import Tasks, for_each_task, tasks_of
-from efficient_ft.models.view import ModelView, Reason, Skipped
+from efficient_ft.models.view import ModelView, Reason, Skipped, parameters_under
 from efficient_ft.models.weight_dtype import dtype_of_added
 from efficient_ft.ops.autocast import autocast_disabled
 from efficient_ft.ops.saving import packing_suspended
@@ -163,7 +164,9 @@ class ExpertsMethod(Method):
                 f"method {self.name}: the block {name} of {view.name} has {kind}. Experts require blocks whose mlp is"
                 " timm's Mlp, GluMlp or SwiGLU without convolutions."
             )
-        return tuple(f"{block}.mlp" for block in chosen)
+        names = tuple(f"{block}.mlp" for block in chosen)
+        refuse_quantized(self.name, view.model, parameters_under(view.model, names))
+        return names
 
     def _put_experts(self, model: nn.Module, names: tuple[str, ...]) -> None:
         self._tasks = tasks_of(model)

@@ -23,6 +23,7 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.declarations import Adds, Axis
 from efficient_ft.methods.forwards import foreign_forward
 from efficient_ft.methods.fused_layers import fuse_layers, separate_layers
+from efficient_ft.methods.quantized import refuse_quantized
 from efficient_ft.methods.skip import is_skipped
 from efficient_ft.methods.summary import count, left, within
 from efficient_ft.models.view import Call, Layer, ModelView, Reason, Skipped, TokenLayout, image_channels, view
@@ -361,6 +362,7 @@ class LowRankBackward(Method):
             else:
                 chosen.append((layer, self.projector_for(layer), layer.tokens))
         # The model is changed only after all layers have been checked, so that an error leaves the model unchanged.
+        refuse_quantized(self.name, model, [f"{layer.name}.weight" for layer, *_ in chosen])
         images = ImageSize(size := tuple(view.image_size))
         for layer, projector, tokens in chosen:
             layer.module.__class__ = CHANGED[type(layer.module)]

@@ -41,7 +41,7 @@ class Compact(ActivationPacking):
         attention: ``recomputed`` saves q, k and v, but not the output or the statistics of attention, and recomputes
             attention in the backward pass. ``kept`` saves the same tensors as torch's attention operation. ``mixed``
             recomputes attention only in every fourth block (for example, in the fourth, eighth and twelfth of twelve
-            blocks).
+            blocks), and in all attention modules outside of the recognized or specified blocks.
         activation_dtype: dtype of the saved inputs of GELU and other smooth activation functions. ``same`` keeps the
             dtype of the input and is exact. ``bf16`` and ``fp16`` use half the memory of fp32. ReLU saves one bit per
             element.

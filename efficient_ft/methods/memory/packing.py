@@ -22,9 +22,10 @@ from efficient_ft.methods.base import Applied
 from efficient_ft.methods.forwards import forwards_of, put_around
 from efficient_ft.methods.memory.base import MemoryForward, MemoryMethod
 from efficient_ft.methods.memory.sub_blocks import PackedBlock
+from efficient_ft.methods.quantized import refuse_quantized
 from efficient_ft.methods.summary import are, count, left, within
 from efficient_ft.models.marks import is_inside
-from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm
+from efficient_ft.models.view import ModelView, Reason, Skipped, is_norm, parameters_under
 from efficient_ft.models.view.probe import BATCH, call, fake_copy
 from efficient_ft.ops.saving import (
     DenseKept,
@@ -196,6 +197,7 @@ class PartwiseMethod(MemoryMethod):
         touched = tuple(name for name in names if name not in skipped)
         if not touched:
             return Applied(self.name, (), skipped)
+        refuse_quantized(self.name, model, parameters_under(model, [part for part in parts if part not in plain]))
         packing = self._begin()
         for part in parts:
             module = model.get_submodule(part)

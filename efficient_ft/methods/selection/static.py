@@ -18,6 +18,7 @@ from efficient_ft.methods.base import Applied, Method
 from efficient_ft.methods.checks import blocks_at, check_bool, check_indices
 from efficient_ft.methods.declarations import Axis, Needs
 from efficient_ft.methods.feed_forward import run_in_parts, run_whole
+from efficient_ft.methods.quantized import refuse_quantized
 from efficient_ft.methods.registry import register
 from efficient_ft.methods.summary import ranges, trained
 from efficient_ft.models.trained import make_trainable, trainable
@@ -55,7 +56,7 @@ class Selection(Method):
         """
 
     def _apply(self, model: nn.Module, view: ModelView) -> Applied:
-        chosen = {id(p) for p in self.chosen(view).values()}
+        chosen = {id(p) for p in self._checked(view).values()}
         self._before = trainable(model)
         make_trainable(model, {name: id(p) in chosen for name, p in model.named_parameters()})
         run_in_parts(model)
@@ -63,6 +64,12 @@ class Selection(Method):
         skipped = dict.fromkeys(concise(model, frozen), Skipped(Reason.FROZEN, "frozen"))
         touched = concise(model, chosen)
         return Applied(self.name, touched, skipped, summary=f"{self._trains(touched, view)}: {trained(model)}")
+
+    def _checked(self, view: ModelView) -> dict[str, Tensor]:
+        """Return the parameters to train, or raise UserError if one of them is quantized."""
+        chosen = self.chosen(view)
+        refuse_quantized(self.name, view.model, chosen, "train")
+        return chosen
 
     def _trains(self, touched: tuple[str, ...], view: ModelView) -> str:
         """Return a phrase that states which parts are trained. `touched` contains the names of these parts."""

@@ -177,6 +177,7 @@ class ALaST(LayersPerStep, TokenMethod):
         self.refuse_other_blocks(view, view.blocks)
         self._check_count(view)
         self._check_start(view)
+        self._checked(view)  # raises errors before the model is changed
         self.refuse_fixed_tokens(view, run_dropping)
         self._budgets = {name: _Budget(float(self.budget_init)) for name in view.blocks}
         self._channels = block_channels(view, view.blocks[0])

@@ -73,7 +73,7 @@ class BSR(Blocks, DropsTokens):
         if not self.drop_at:
             return super()._apply(model, view)
         self.refuse_unfit_model(view)
-        self._names(view)  # validates `blocks` before the model is changed
+        self._checked(view)  # raises errors before the model is changed
         dropping = self._drop_tokens(model, view)
         selected = super()._apply(model, view)
         dropped = self._kept_in_words(dropping)

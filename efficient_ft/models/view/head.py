@@ -162,12 +162,12 @@ def networks_in(model: nn.Module) -> list[str]:
         return [base]
     if _is_of_transformers(model) and _is_of_transformers(getattr(model, "backbone", None)):
         return ["backbone"]  # as in UperNet
-    if _is_network(model):
+    if is_network(model):
         return []
     found: list[str] = []
     for name, child in model.named_children():
         inner = networks_in(child)
-        found += [f"{name}.{network}" for network in inner] if inner else [name] * _is_network(child)
+        found += [f"{name}.{network}" for network in inner] if inner else [name] * is_network(child)
     return found or _network_around_blocks(model)
 
 
@@ -188,7 +188,7 @@ def _first_layer(model: nn.Module) -> str:
     return next((n for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Embedding)), "")
 
 
-def _is_network(module: nn.Module) -> bool:
+def is_network(module: nn.Module) -> bool:
     """Return True if `module` is a network of timm, transformers, torchvision or segmentation-models-pytorch."""
     if hasattr(type(module), "get_classifier") or _NETWORKS & {kind.__name__ for kind in type(module).__mro__}:
         return True

@@ -32,6 +32,7 @@ class Reason(Enum):
     NOT_CHOSEN = "not chosen"
     NOT_ATTENTION = "not in an attention module"
     OTHER_FORM = "a module with a different structure"
+    QUANTIZED = "quantized"
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
     AS_PUBLISHED = "excluded, as published"

@@ -15,10 +15,20 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import SettingError, UserError, hint
 from efficient_ft.models.marks import added_modules, is_inside, routed_modules
 from efficient_ft.models.view.head import head_of, networks_in, other_heads
+from efficient_ft.models.view.inputs import advice_for_inputs, other_inputs, refuse_required_inputs
 from efficient_ft.models.view.layers import Layer, Reason, Skipped
 from efficient_ft.models.view.probe import Call, Probed, layout_of, probe, takes_tokens
 from efficient_ft.models.view.specified import specified
-from efficient_ft.models.view.structure import above, after, are_halves, parameters_under, stages_of, stem_of
+from efficient_ft.models.view.structure import (
+    above,
+    after,
+    are_halves,
+    parameters_under,
+    shared_blocks,
+    stages_of,
+    stem_of,
+)
+from efficient_ft.models.view.towers import after_towers, holding, last_stages, pattern_of, towers_of
 
 #: Name of the module that is excluded from the last stage, by model class, as reported for LBP-WHT.
 LAST_STAGE_WITHOUT = {"EfficientFormerV2": "downsample"}
@@ -49,7 +59,9 @@ class ModelView:
         head: Names of the classifier's modules. See `models.view.head`.
         outside: Names of other modules and parameters that are outside of the pretrained networks in the model.
         head_note: Phrase that lists the inferred parts in reports, or an empty string if the head was declared.
-        tail: Names of the modules that run after the last stage (norms, decoder, head).
+        towers: Names of the networks with blocks if the model contains several, for example two image towers.
+        tail: Names of the modules that run after the last stage (norms, decoder, head). If the model contains several
+            networks, these modules follow the networks with `blocks`.
         prefix_note: Phrase that states the inferred number of prefix tokens in reports, or an empty string if the
             number was declared. The first access to `prefix_tokens` sets this attribute.
         size_note: Phrase that states the assumed image size in reports, or an empty string if the size is known or was
@@ -63,7 +75,9 @@ class ModelView:
         self.blocks: tuple[str, ...] = tuple(block for stage in self.stages for block in stage)
         head = head_of(model, self.image_size)
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
-        self.tail: tuple[str, ...] = after(model, container)
+        self.towers = towers_of(model, self.image_size)
+        towers = self.towers
+        self.tail: tuple[str, ...] = after_towers(model, towers, container) if towers else after(model, container)
         self.prefix_note = self.size_note = ""
         self._size_is_given = image_size is not None
         self._size_is_assumed = image_size is None and assumed_size_note(model) != ""
@@ -97,13 +111,24 @@ class ModelView:
         """Return True if the model has a class token. The class token is the first token."""
         if self.prefix_tokens < 1:
             return False
-        for network in _with_inner(self.model):
+        for network in _with_inner(self._with_blocks):
             if getattr(network, "cls_token", None) is not None:
                 return True
             if hasattr(network, "get_classifier"):  # models from timm declare their class token
                 return False
-        named = self.model.named_parameters()
+        named = self._with_blocks.named_parameters()
         return not takes_tokens(self.model) and any(_CLASS_TOKEN.search(name) and p.numel() for name, p in named)
+
+    @cached_property
+    def shared_blocks(self) -> dict[str, list[str]]:
+        """All full names of each block that the model contains several times (shared weights)."""
+        return shared_blocks(self.model, self.blocks)
+
+    @property
+    def _with_blocks(self) -> nn.Module:
+        """The model, or the first of several networks in it that contains blocks in `blocks`."""
+        held = holding(self.towers, self.blocks)
+        return self.model.get_submodule(held[0]) if held else self.model
 
     def called_modules(self, block: str) -> tuple[str, ...]:
         """Return the names of the modules that the network calls to run `block`.
@@ -121,7 +146,7 @@ class ModelView:
         contain. Otherwise, the number is the length of the sequence in the first block minus the number of patches. A
         difference of more than 16 tokens is ignored, and the result is 0.
         """
-        declared = prefix_tokens_of(self.model)
+        declared = specified(self.model).get("prefix_tokens", prefix_tokens_of(self._with_blocks))
         if declared is not None or takes_tokens(self.model):
             return declared or 0
         inside = f"{self.blocks[0]}." if self.blocks else ""
@@ -200,6 +225,47 @@ class ModelView:
                 do = f"The network runs {other!r} before {one!r}."
                 raise SettingError("blocks", names, "a list in the order of the forward pass", do)
 
+    def check_towers(self, *, one: bool = False) -> None:
+        """Raise UserError if several networks in the model have blocks, and the user has not specified the blocks.
+
+        Args:
+            one: If True, specified blocks must belong to one network.
+        """
+        held = holding(self.towers, self.blocks)
+        is_specified = "blocks" in specified(self.model)
+        if not self.towers or (is_specified and not (one and len(held) > 1)):
+            return
+        patterns = {tower: pattern_of(self.model, tower) for tower in self.towers}
+        first = patterns[self.towers[0]]
+        which = f"blocks={(first[0] if len(first) == 1 else first)!r}"
+        every = [pattern for tower in self.towers for pattern in patterns[tower]]
+        listed = " and ".join(f"model.{tower}" for tower in self.towers)
+        whole = "" if one else f" To use the blocks of all of them, pass blocks={every}."
+        why = "and the method supports only one of them" if one else "so the blocks to use are unknown"
+        raise UserError(
+            f"{self.name} contains {len(self.towers)} networks with blocks ({', '.join(self.towers)}), {why}."
+            + hint(
+                f"{whole} To use the blocks of one network, pass only its blocks, for example {which}. Alternatively,"
+                f" apply the method to {listed} separately (in a callback, pass network={self.towers[0]!r})."
+            )
+        )
+
+    def _check_last_stage_is_separate(self) -> None:
+        """Raise UserError if a block of the last stage is also a block of an earlier stage (shared weights)."""
+        order = [name for name, _ in self.model.named_modules(remove_duplicate=False)]
+        *earlier, last = (
+            [n for block in stage for n in self.shared_blocks.get(block, [block])] for stage in self.stages
+        )
+        before = [order.index(name) for stage in earlier for name in stage]
+        shared = next((block for block in self.stages[-1] if block in self.shared_blocks), None)
+        if shared is not None and (not before or min(map(order.index, last)) < max(before)):
+            names = self.shared_blocks[shared]
+            raise UserError(
+                f"the last stage of {self.name} shares its weights with earlier stages: {shared} occurs {len(names)}"
+                f" times ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})."
+                " Use another selection method (head, full, bitfit or norm_last)."
+            )
+
     @cached_property
     def _probed(self) -> Probed:
         if self._size_is_assumed:
@@ -207,6 +273,8 @@ class ModelView:
         try:
             return probe(self.model, self.image_size, self._call)
         except UserError as error:
+            if self._call is None:
+                refuse_required_inputs(self.model, "the method")
             if self._size_is_given or takes_tokens(self.model):
                 raise
             if self._size_is_assumed:
@@ -216,16 +284,22 @@ class ModelView:
             else:
                 origin = "The model declares this size."
             advice = hint(" If the model requires a different size, pass it, for example image_size=112.")
+            _, optional = other_inputs(self.model)
+            networks = networks_in(self.model)
+            if optional and networks:
+                advice += hint(f" If it requires other inputs ({', '.join(optional)}):")
+                advice += advice_for_inputs(self.model, networks)
             raise UserError(f"{error}\n{origin}{advice}") from error
 
     def last_stage(self) -> tuple[str, ...]:
         """Return the blocks and other modules of the last stage, and all later modules.
 
         The modules in `LAST_STAGE_WITHOUT` are excluded. If the user specifies the classifier, other heads are also
-        excluded.
+        excluded. If the blocks belong to several networks, the result contains the last stage of each network.
 
         Raises:
-            UserError: If no stages or blocks of the model are recognized.
+            UserError: If no stages or blocks of the model are recognized, if the model contains several networks and
+                the blocks are not specified, or if the last stage shares weights with earlier stages.
         """
         if not self.stages:
             raise UserError(
@@ -233,10 +307,18 @@ class ModelView:
                 + hint(" If the network has blocks, pass their names, for example blocks='encoder.layers.*'.")
                 + f" {hint('Otherwise, use', 'Use')} another selection method (head, full, bitfit or norm_last)."
             )
+        self.check_towers()
+        self._check_last_stage_is_separate()
         without = LAST_STAGE_WITHOUT.get(type(self.model).__name__)
-        extras = (n for n in self.stage_extras[-1] if without is None or n.split(".")[-1] != without)
+        held = holding(self.towers, self.blocks)
+        if len(held) > 1:
+            last = last_stages(self.model, held, self.blocks)
+        else:
+            last = [(self.stage_extras[-1], self.stages[-1])]
+        extras = [n for names, _ in last for n in names if without is None or n.split(".")[-1] != without]
+        blocks = [block for _, names in last for block in names]
         heads = other_heads(self.model, self.image_size)
-        return (*extras, *self.stages[-1], *(name for name in self.tail if name not in heads))
+        return (*extras, *blocks, *(name for name in self.tail if name not in heads))
 
 
 def _is_attention(module: nn.Module) -> bool:

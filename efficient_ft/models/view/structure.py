@@ -57,14 +57,22 @@ def stem_of(model: nn.Module) -> str | None:
     return first if f"{holder_of(model)}.".startswith(f"{top}.") else top
 
 
-def stages_of(model: nn.Module) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
+#: Block names of each stage, names of the other modules of each stage, and names of the containers.
+_Stages = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]
+
+
+def stages_of(model: nn.Module) -> _Stages:
     """Return the block names of each stage, the names of the other modules of each stage, and the container names.
 
-    A container is a module that contains blocks or stages. If the user specifies the blocks, the blocks of each
-    container form one stage. If all blocks are in one container, they are divided into four stages.
+    A container is a module that contains blocks or stages. If the user specifies other blocks than those that are
+    recognized, the blocks of each container form one stage. If all blocks are in one container, they are divided into
+    four stages.
     """
-    if blocks := specified(model).get("blocks"):
-        return _stages_of_blocks(model, blocks)
+    blocks = specified(model).get("blocks")
+    return stages_of_blocks(model, blocks) if blocks else _recognized_stages(model)
+
+
+def _recognized_stages(model: nn.Module) -> _Stages:
     holder = holder_of(model)
     inside = f"{holder}." if holder else ""
     owner = model.get_submodule(holder)
@@ -94,10 +102,11 @@ def _quarters(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(names[a:b]) for a, b in itertools.pairwise(cuts) if b > a)
 
 
-def _stages_of_blocks(
-    model: nn.Module, blocks: Sequence[str]
-) -> tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, ...], ...], tuple[str, ...]]:
-    """Return the same values as `stages_of` for the `blocks` that the user specifies."""
+def stages_of_blocks(model: nn.Module, blocks: Sequence[str]) -> _Stages:
+    """Return the same values as `stages_of` for given `blocks`."""
+    recognized = _recognized_stages(model)
+    if [block for stage in recognized[0] for block in stage] == list(blocks):
+        return recognized
     holders = tuple(dict.fromkeys(name.rpartition(".")[0] for name in blocks))
     stages = tuple(tuple(name for name in blocks if name.rpartition(".")[0] == holder) for holder in holders)
     if len(holders) == 1:
@@ -224,11 +233,26 @@ def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
         inside = ".".join(around[:depth])
         holder = model.get_submodule(inside)
         names = [n for n, _ in holder.named_children()]
-        within = {c.split(".")[depth] for c in container}
+        within = {c.split(".")[depth] for c in container if not inside or c.startswith(f"{inside}.")}
         last = max((names.index(c) for c in within), default=len(names))
         rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
         found += [f"{inside}.{n}" if inside else n for n in rest]
     return tuple(found)
+
+
+def shared_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
+    """Return all full names of each block that its list contains several times, with the name in `blocks` as the key.
+
+    Other attributes that refer to a block, for example ``self.last = self.blocks[-1]``, do not count.
+    """
+    found = {}
+    for name in blocks:
+        holder, block = name.rpartition(".")[0], model.get_submodule(name)
+        siblings = model.get_submodule(holder)._modules.items()
+        names = [f"{holder}.{child}" if holder else child for child, module in siblings if module is block]
+        if len(names) > 1:
+            found[name] = names
+    return found
 
 
 def _is_composite(module: nn.Module) -> bool:
