@@ -152,6 +152,8 @@ def _check_together(config: Config) -> None:
     _check_batch_size(config)
     if trainer.cache_features == "on":
         check_stored_features(config)
+    if isinstance(config.pause_at, str):
+        parse_seconds("pause_at", config.pause_at)
     if config.job_timeout is not None:
         parse_seconds("job_timeout", config.job_timeout, plain=True)
     parse_bytes("trainer.cache_limit", trainer.cache_limit)

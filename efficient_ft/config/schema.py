@@ -367,9 +367,10 @@ class Config(Section):
     #: With ``auto``, an interrupted run continues, and the result of a finished run is shown. With ``never``, the run
     #: starts from the beginning.
     resume: Literal["auto", "never"] = "auto"
-    #: Number of optimizer steps after which the run evaluates the network, saves a checkpoint and stops. The same
-    #: command with a larger value or without this setting continues the run.
-    pause_at: Count | None = None
+    #: Number of optimizer steps after which the run evaluates the network, saves a checkpoint and stops, or the
+    #: training time of this process with a unit (90s, 30min). The same command without this setting or with a larger
+    #: number of steps continues the run.
+    pause_at: Count | str | None = None
     #: Published accuracy of this run as a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Number of jobs of a sweep (-m) that run at the same time.

@@ -32,6 +32,8 @@ from efficient_ft.training.kinds.registry import kind_of
 BASELINES = (("full",), ("head",), ("full", "lora"))
 #: Memory methods in the order in which a search tries them: the methods that take the least additional time come first.
 _MEMORY = ("mesa", "compact", "low_bit", "checkpointing")
+#: Fraction of the memory budget that a recipe may need according to its prediction.
+_ROOM = 0.95
 #: Factor between two learning rates of the same recipe.
 LR_FACTOR = 3.0
 #: Variants of methods that reproduce a paper. A search uses the project's own variants.
@@ -75,7 +77,7 @@ def propose(
     """
     began = time.perf_counter()
     end = began + seconds
-    planner, steps = start_planning(settings, configure, Limits(memory_bytes), say=say)
+    planner, steps = start_planning(settings, configure, Limits(round(_ROOM * memory_bytes)), say=say)
     if steps is None:
         missing = [text for text in kind_of(planner.base).missing(planner.base) if text is not None]
         raise UserError(missing[0])
@@ -102,15 +104,12 @@ def propose(
             if planner.fits(option):
                 found.append((family, option))
                 break
-            refused[candidate.name] = f"needs memory={bytes_setting(planner.bound(option))}"
+            refused[candidate.name] = f"needs memory={bytes_setting(round(planner.bound(option) / _ROOM))}"
     if not found:
-        _refuse(planner, smallest, refused)
-    timed = planner.with_times([option for _, option in found], time.perf_counter() + max(2.0, seconds / 4))
-    of_name = {option.name: option for option in timed}
-    pairs = [(family, of_name[option.name]) for family, option in found]
-    arms = [_arm(planner, family, option, family.lr) for family, option in pairs]
+        _refuse(planner, memory_bytes, smallest, refused)
+    arms = [_arm(planner, family, option, family.lr) for family, option in found]
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
-        further = [_arm(planner, family, option, family.lr * factor) for family, option in pairs]
+        further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
         arms += further[: max(0, count - len(arms))]
     return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
 
@@ -206,7 +205,6 @@ def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
         points_lost=family.points_lost,
         source=family.source,
         needed_bytes=planner.bound(option),
-        step_seconds=option.step_seconds or 1.0,
     )
 
 
@@ -222,10 +220,10 @@ def _data(config: Config) -> Data:
     return Data(**sizes, epoch_steps=-(-steps // epochs))
 
 
-def _refuse(planner: Planner, smallest: Option | None, refused: Mapping[str, str]) -> None:
+def _refuse(planner: Planner, memory_bytes: int, smallest: Option | None, refused: Mapping[str, str]) -> None:
     if smallest is None:
         name, reason = next(iter(refused.items()))
         raise UserError(f"No recipe can be used with this model. {name}: {reason}")
-    needed = planner.bound(smallest)
+    needed = round(planner.bound(smallest) / _ROOM)
     do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
-    raise SettingError("memory", format_bytes(planner.memory_bytes), f"at least {bytes_setting(needed)}", do)
+    raise SettingError("memory", format_bytes(memory_bytes), f"at least {bytes_setting(needed)}", do)

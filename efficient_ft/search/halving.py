@@ -43,18 +43,14 @@ def ranked(arms: Sequence[Arm], left: Callable[[Arm], float] = lambda arm: 0.0) 
     return sorted(arms, key=lambda arm: (-score(arm, left(arm)), arm.slices[-1].loss))
 
 
-def rate(arm: Arm, others: Sequence[Arm]) -> float:
-    """Return the time of an optimizer step of an arm in seconds, including waiting for data and evaluations.
+def rate(arm: Arm) -> float:
+    """Return the time of an optimizer step in the last slice of an arm in seconds.
 
-    The time is measured in the last slice. Before the first slice, the time is predicted. The prediction is corrected
-    by the median ratio of measured and predicted times of `others`.
+    The time includes waiting for data and the evaluations at the ends of epochs.
     """
-    if arm.slices:
-        last, before = arm.slices[-1], arm.slices[-2] if len(arm.slices) > 1 else None
-        steps = last.step - (before.step if before else 0)
-        return (last.trained - (before.trained if before else 0.0)) / max(steps, 1)
-    measured = [rate(other, ()) / other.step_seconds for other in others if other.slices]
-    return arm.step_seconds * (statistics.median(measured) if measured else 1.0)
+    last, before = arm.slices[-1], arm.slices[-2] if len(arm.slices) > 1 else None
+    steps = last.step - (before.step if before else 0)
+    return (last.trained - (before.trained if before else 0.0)) / max(steps, 1)
 
 
 def overhead(arms: Sequence[Arm], default: float) -> float:

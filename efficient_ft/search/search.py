@@ -176,21 +176,23 @@ class Search:
 
     def _left(self, arm: Arm) -> float:
         """Return the number of steps that an arm could train in the rest of the budget."""
-        return max(0.0, self.left) / (1.0 if self.state.unit == "steps" else rate(arm, ()))
+        return max(0.0, self.left) / (1.0 if self.state.unit == "steps" else rate(arm))
 
     def _steps(self, arm: Arm, seconds: float) -> int:
-        """Return the number of steps that an arm can train in a slice of `seconds` seconds (at least 1)."""
+        """Return the number of steps that an arm can train in `seconds` seconds (at least 1)."""
         if self.state.unit == "steps":
             return max(1, round(seconds))
-        others = [other for other in self.state.arms if other is not arm]
-        return max(1, int((seconds - self._overhead()) / rate(arm, others)))
+        return max(1, int((seconds - self._overhead()) / rate(arm)))
 
     def _overhead(self) -> float:
         return 0.0 if self.state.unit == "steps" else overhead(self.state.arms, self.state.start + LOADING)
 
     def _slice(self, arm: Arm, seconds: float) -> None:
-        """Train an arm for about `seconds` seconds, or stop the arm if its run fails."""
-        until = arm.step + self._steps(arm, seconds)
+        """Train an arm for about `seconds` seconds (or steps), or stop the arm if its run fails."""
+        if self.state.unit == "steps":
+            until = str(arm.step + max(1, round(seconds)))
+        else:
+            until = f"{max(1.0, seconds - self._overhead()):.1f}s"
         results, taken = self._train(arm, [f"pause_at={until}"])
         paused = (results or {}).get("paused")
         if paused is None:
@@ -290,7 +292,7 @@ class Search:
         """Return an upper estimate of the evaluation time of a sample: the time of a training step per sample."""
         assert self.state.data is not None
         batch = max(1.0, self.state.data.train / self.state.data.epoch_steps)
-        return rate(arm, ()) / batch
+        return rate(arm) / batch
 
 
 def open_search(

@@ -57,7 +57,6 @@ class Arm(_Strict):
         points_lost: loss of test accuracy relative to full fine-tuning in studies, in percentage points, or None.
         source: title of the study from which the learning rate was taken.
         needed_bytes: memory budget that the recipe needs.
-        step_seconds: predicted time of an optimizer step in seconds.
         slices: finished slices of training.
         stopped: the reason why the search no longer trains the arm, or None.
     """
@@ -70,7 +69,6 @@ class Arm(_Strict):
     points_lost: float | None
     source: str
     needed_bytes: int
-    step_seconds: float
     slices: list[Slice] = Field(default_factory=list)
     stopped: str | None = None
 

@@ -91,7 +91,7 @@ def _uncertainty(state: SearchState, best: Arm, metric: str) -> list[str]:
         if one is not best and one.slices and one.recipe.split(":")[0] in ("full", "head", "full+lora")
     ]
     if others:
-        taken = format_seconds(first.seconds)
+        taken = format_seconds(first.trained)
         lines.append(
             f"After about {taken} of training each, the validation accuracy was {format_metric(first.value, metric)}"
             f" for the best recipe, and {', '.join(others)} for the baselines."

@@ -19,6 +19,7 @@ from efficient_ft.config import Config
 from efficient_ft.core import stopping
 from efficient_ft.core.process_memory import release_freed_memory, release_library_pages, resident_bytes
 from efficient_ft.core.terminal import shown_path
+from efficient_ft.core.units import parse_seconds
 from efficient_ft.data.inspection import Summary
 from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.integrations.lightning import MethodCallback
@@ -177,7 +178,10 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     recorder = Recorder(
         folder, run.data.best_split, keep_best, extra, totals, every, of_classes, config.trainer.patience
     )
-    recorder.pause_at = config.pause_at
+    if isinstance(config.pause_at, str):
+        recorder.pause_seconds = parse_seconds("pause_at", config.pause_at)
+    else:
+        recorder.pause_at = config.pause_at
     loggers = start_loggers(config, folder, name, arguments)
     memory = MemoryMeter(run.methods, run.before_model)
     apply = MethodCallback(run.methods, frozen_bn=config.model.frozen_bn)

@@ -56,6 +56,13 @@ def test_a_paused_run_continues_bit_for_bit(
     same(folder, finished[0])
 
 
+def test_a_run_is_paused_after_a_time(tmp_path: Path, finished: tuple[Path, Config, dict[str, Any]]) -> None:
+    paused = [run(check(plain_config(pause_at="0.01s")), tmp_path / "run")["paused"] for _ in "ab"]
+    assert [one["step"] for one in paused] == [1, 2]
+    run(check(plain_config()), tmp_path / "run")
+    same(tmp_path / "run", finished[0])
+
+
 def test_a_pause_after_the_last_step_ends_the_run(tmp_path: Path) -> None:
     assert "paused" not in run(check(plain_config(pause_at=22, trainer__epochs=1)), tmp_path / "run")
 

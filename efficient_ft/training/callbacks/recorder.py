@@ -87,6 +87,9 @@ class Recorder(L.Callback):
         #: The number of optimizer steps after which the network is evaluated, a checkpoint is written and `Paused` is
         #: raised, or None to train to the end.
         self.pause_at: int | None = None
+        #: The training time of this process in seconds after which the run is paused, or None.
+        self.pause_seconds: float | None = None
+        self._started = 0.0
         #: The epoch after which training stopped early, or None.
         self.stopped: int | None = None
         #: The recorded metrics of the last epoch.
@@ -105,7 +108,7 @@ class Recorder(L.Callback):
         self.handler: Callable[[int, Any], None] | None = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self._saved = time.monotonic()
+        self._saved = self._started = time.monotonic()
         if self.stopped is not None:  # the process ended before the results were written
             trainer.should_stop = True
         if self.handler is not None:
@@ -136,7 +139,7 @@ class Recorder(L.Callback):
             self._log(trainer, row)
         # After the last batch, `on_train_epoch_end` writes the checkpoint and decides whether to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
-        if within and step == self.pause_at and step < pl_module.total_steps:
+        if within and step < pl_module.total_steps and self._pauses(trainer):
             self._pause(trainer, pl_module, batch_idx)
         if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, batch_idx)
@@ -147,6 +150,13 @@ class Recorder(L.Callback):
                 self._leave(stop)
         if step >= pl_module.total_steps:
             trainer.should_stop = True
+
+    def _pauses(self, trainer: L.Trainer) -> bool:
+        """Return True if the run is paused after this optimizer step. All processes must call this function."""
+        if self.pause_seconds is None:
+            return bool(trainer.global_step == self.pause_at)
+        over = time.monotonic() - self._started >= self.pause_seconds
+        return bool(trainer.strategy.broadcast(over)) if trainer.world_size > 1 else over
 
     def _pause(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         """Evaluate the network in the middle of an epoch, write a checkpoint, and raise `Paused`.
@@ -227,7 +237,7 @@ class Recorder(L.Callback):
         self._stop_early(trainer, epoch, pl_module.task.metric)
         final = trainer.should_stop or epoch == trainer.max_epochs
         stop = self._stop(trainer)
-        paused = not final and trainer.global_step == self.pause_at
+        paused = not final and self._pauses(trainer)
         if final or stop is not None or paused or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
         if paused:
