@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,8 @@ from efficient_ft.planning.calibration import FILE, calibration, calibration_tex
 from efficient_ft.planning.prior import points_lost
 from tests.planning.common import a_plan, configure
 
+REPOSITORY = Path(__file__).resolve().parents[2]
+
 pytestmark = pytest.mark.usefixtures("wide")
 
 
@@ -18,6 +22,14 @@ def test_what_rows_lost_comes_from_the_finished_studies() -> None:
     assert all(value == 0 for value in points_lost("full").values())
     assert points_lost("head")["DeiT-Tiny on Caltech-101, 112 px, 2 epochs"] > 5
     assert points_lost(None) == points_lost("no such row") == {}
+
+
+@pytest.mark.slow
+def test_the_table_of_studies_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPOSITORY / "scripts"))
+    recording = importlib.import_module("recording")
+    rows = json.loads((REPOSITORY / "efficient_ft/planning/prior.json").read_text(encoding="utf-8"))
+    assert rows == json.loads(json.dumps(recording.prior())), "run: python scripts/docs.py --record prior"
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"run": 3}', "[" * 100_000, "\udcff"])
