@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from efficient_ft.cli.commands import COMMANDS
+from efficient_ft.cli.commands.auto import OF_A_SEARCH
 from efficient_ft.cli.commands.plan import OF_A_PLAN
 from efficient_ft.cli.hydra.compose import configurations
 from efficient_ft.cli.hydra.groups import CONF, register
@@ -259,7 +260,7 @@ def test_subcommands_exist():
 def test_settings_in_backticks_exist():
     known = {*setting_names(), *(group.name for group in CONF.iterdir())}
     methods = {path.stem: option_settings(path) for path in (CONF / "method").glob("*.yaml")}
-    own = {key for given in methods.values() for key in given} | set(OF_A_PLAN)
+    own = {key for given in methods.values() for key in given} | {*OF_A_PLAN, *OF_A_SEARCH}
     top = {key.partition(".")[0] for key in known}
     wrong = []
     for page in PAGES:
