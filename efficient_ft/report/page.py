@@ -75,7 +75,8 @@ def write_report(run: Path, out: Path, images: int = 6) -> Written:
         parts.append(("Step statistics", html_table([header, *rows], "Step statistics of each block")))
     for drawing in drawings:
         drawing.write(out / drawing.file)
-    write_text_atomically(out / PAGE, page(facts, head, parts, messages))
+    title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
+    write_text_atomically(out / PAGE, page(title, facts, head, parts, messages))
     return Written([*(out / drawing.file for drawing in drawings), out / PAGE], messages)
 
 
@@ -97,16 +98,18 @@ def _drawings(run: Path, config: Config, record: Record | None, images: int) -> 
     return [drawing for drawing in drawings if drawing is not None], messages
 
 
-def page(facts: Mapping[str, str], head: str, sections: Sequence[tuple[str, str]], messages: Sequence[str]) -> str:
+def page(
+    title: str, facts: Mapping[str, str], head: str, sections: Sequence[tuple[str, str]], messages: Sequence[str]
+) -> str:
     """Return the HTML page.
 
     Args:
+        title: title of the page.
         facts: mapping from titles to facts about the run.
         head: HTML text above the facts.
         sections: titles and HTML texts of the sections. Sections without text are omitted.
         messages: notes on missing parts.
     """
-    title = " · ".join(re.sub(r" \([^)]*\)", "", facts[name]) for name in ("Method", "Model", "Data"))
     style, script = ((files("efficient_ft.report") / "assets" / name).read_text(encoding="utf-8") for name in
                      ("run.css", "run.js"))  # fmt: skip
     shown = [(f"part-{number}", *one) for number, one in enumerate(sections) if one[1]]

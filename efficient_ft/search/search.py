@@ -28,8 +28,8 @@ CONSTANT, LEAST_CONSTANT = 0.55, 60.0
 FEWEST, MOST, FIRST = 3, 12, 20.0
 #: Assumed time in seconds in which a process loads the network and the data, before a slice was measured.
 LOADING = 3.0
-#: Assumed time in seconds for the cost report and the files at the end of a run, without the evaluation.
-FINISHING = 6.0
+#: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
+FINISHING = 12.0
 
 
 #: Function that runs one slice in a separate process. Its arguments are the command-line arguments of the run and the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from pathlib import Path
 
 from efficient_ft.core import text
@@ -18,7 +19,7 @@ def command_of(state: SearchState) -> list[str]:
     arm = state.arm(state.final.arm)
     length = [f"trainer.max_steps={state.final.steps}", f"optim.decay_steps={state.final.decay}"]
     words = [word for word in arm.arguments if not word.startswith(("cost.", "trainer.progress="))]
-    return ["efficient-ft", *(f"'{word}'" if any(c in word for c in "[]{}, ") else word for word in [*words, *length])]
+    return ["efficient-ft", *words, *length]
 
 
 def standard_error(value: float, samples: int) -> float:
@@ -49,18 +50,18 @@ def result_text(state: SearchState, folder: Path) -> str:
         used = f"The search took {format_seconds(final.seconds or 0.0)} of {format_seconds(state.budget)}"
         if state.unit == "steps":
             used = f"The search took {final.seconds:.0f} steps"
-        peak = "" if final.peak_bytes is None else f", and the largest process used {format_bytes(_peak(state))}"
+        peak = "" if final.peak_bytes is None else f", and the largest process used {format_bytes(peak_bytes(state))}"
         lines.append(f"{used}{peak} of {format_bytes(state.memory_bytes)}.")
         lines.append("The following command trains this model alone, with the same result:")
-        lines.append("  " + " ".join(command_of(state)))
+        lines.append("  " + " ".join(map(shlex.quote, command_of(state))))
     lines.append(f"Model: {shown_path(folder / arm.folder)}")
     return "\n".join(lines)
 
 
-def _peak(state: SearchState) -> int:
+def peak_bytes(state: SearchState) -> int:
+    """Return the peak memory of the largest training process in bytes."""
     peaks = [one.peak_bytes for arm in state.arms for one in arm.slices]
-    assert state.final is not None
-    return max([*peaks, state.final.peak_bytes or 0])
+    return max([*peaks, 0 if state.final is None else state.final.peak_bytes or 0])
 
 
 def _row(arm: Arm, metric: str, value: float | None, steps: int | None) -> tuple[str, ...]:

@@ -61,8 +61,12 @@ def test_a_search_finds_a_model_and_its_command_repeats_it(
     assert sum(one.step for one in state.arms if one is not arm) + state.final.steps == pytest.approx(240, abs=3)
     rates = [row["lr"] for row in rows_of(run) if "lr" in row]
     assert rates[-1] < 0.2 * max(rates)
-    assert f"Model: {run}" in lines[-1]
-    assert "test accuracy" in lines[-1]
+    assert f"Model: {run}" in lines[-2]
+    assert "test accuracy" in lines[-2]
+    assert lines[-1] == f"Report: {folder / 'report' / 'report.html'}"
+    page = (folder / "report/report.html").read_text()
+    assert f'href="../{arm.folder}/report/report.html"' in page
+    assert (run / "report/report.html").is_file()
     again = auto(*settings, memory="4GB", steps=240)
     assert again == state
     # The printed command trains the same weights alone.

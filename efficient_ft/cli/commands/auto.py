@@ -143,7 +143,12 @@ def auto(
     search = open_search(folder, asked, memory_bytes, budget, unit, propose, _run_slice, say)
     say(f"Search in {shown_path(folder)}. The same command continues an interrupted search.")
     state = search.run()
+    page = processes.run([*_PROGRAM, "report", str(folder)], {}, folder / "report.log")
     say("\n" + result_text(state, folder))
+    if page.failure is None:
+        say(f"Report: {shown_path(folder / 'report' / 'report.html')}")
+    else:
+        say(f"The report was not written: {page.failure}")
     return state
 
 

@@ -20,6 +20,8 @@ Write report.html, a page that works without internet access.
 For several runs, or a folder of runs, the page contains a sortable table, training curves, and plots of accuracy
 against FLOPs, memory, time and energy. The plots mark the Pareto front.
 
+For the folder of a search (efficient-ft auto), the page shows the chosen recipe and all recipes that were tried.
+
 For one run, the page shows the final metric with its uncertainty, training curves, costs, the results of each class
 with the confusion matrix and the calibration, the worst and the least certain predictions, and the kept tokens. The
 page contains thumbnails of evaluated images. Nothing is uploaded. With step_stats.interval=1, the page and PNG files
@@ -42,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.record import config_file
     from efficient_ft.report.page import write_report
     from efficient_ft.report.runs import write_runs_page
+    from efficient_ft.report.search_page import write_search_page
+    from efficient_ft.search.state import NAME as SEARCH
 
     first = options.runs[0]
     below = first.is_dir() and not (first / config_file.NAME).is_file() and any(first.rglob(config_file.NAME))
@@ -49,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.out is None:
         refuse_link(out)  # A run folder from another person may contain a link.
     try:
+        if len(options.runs) == 1 and (first / SEARCH).is_file():
+            print("\n".join(plain_line(str(file)) for file in write_search_page(first, out)))
+            return
         if len(options.runs) > 1 or below:
             print(plain_line(str(write_runs_page(options.runs, out))))
             return
