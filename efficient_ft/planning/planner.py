@@ -256,8 +256,11 @@ class Planner:
                 " data.batch_size or model.image_size.",
             )
 
-    def option(self, candidate: Candidate) -> Option:
-        """Count the FLOPs and bytes of a recipe, and predict its memory in the same way as at the start of a run."""
+    def option(self, candidate: Candidate, resumed: bool = False) -> Option:
+        """Count the FLOPs and bytes of a recipe, and predict its memory in the same way as at the start of a run.
+
+        If `resumed` is True, the prediction includes reading a checkpoint.
+        """
         own = candidate.arguments(self.base)
         taken = {argument.partition("=")[0] for argument in own}
         settings = [s for s in self.settings if s.partition("=")[0] not in taken]
@@ -270,7 +273,7 @@ class Planner:
         exactness = candidate.exactness
         if exactness is Exactness.UNKNOWN and counted.trainable < self.counter.parameters:
             exactness = Exactness.PART
-        demand = replace(self.phases.demand(config, counted), resumed=False)
+        demand = replace(self.phases.demand(config, counted), resumed=resumed)
         return Option(
             candidate.name,
             (*settings, *own),

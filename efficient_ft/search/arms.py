@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from efficient_ft.config import Config
+from efficient_ft.config.schema import TASK_NAMES
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.methods import METHODS
@@ -28,12 +29,14 @@ from efficient_ft.training.datamodule import run_length
 from efficient_ft.training.kinds.base import only
 from efficient_ft.training.kinds.registry import kind_of
 
-#: Recipes that are examined early, because users compare other recipes with them.
+#: Methods of the baselines, which are examined early, because users compare other recipes with them.
 BASELINES = (("full",), ("head",), ("full", "lora"))
 #: Memory methods in the order in which a search tries them: the methods that take the least additional time come first.
 _MEMORY = ("mesa", "compact", "low_bit", "checkpointing")
 #: Fraction of the memory budget that a recipe may need according to its prediction.
 _ROOM = 0.95
+#: Maximum difference of the losses of accuracy of two variants in percentage points.
+_SAME = 2.0
 #: Factor between two learning rates of the same recipe.
 LR_FACTOR = 3.0
 #: Variants of methods that reproduce a paper. A search uses the project's own variants.
@@ -77,7 +80,8 @@ def propose(
     """
     began = time.perf_counter()
     end = began + seconds
-    planner, steps = start_planning(settings, configure, Limits(round(_ROOM * memory_bytes)), say=say)
+    room = round(_ROOM * memory_bytes)
+    planner, steps = start_planning(settings, configure, Limits(room), say=say)
     if steps is None:
         missing = [text for text in kind_of(planner.base).missing(planner.base) if text is not None]
         raise UserError(missing[0])
@@ -88,14 +92,15 @@ def propose(
     refused: dict[str, str] = {}
     smallest: Option | None = None
     for family in families:
-        late = time.perf_counter() > end and family.methods not in BASELINES
-        if len(found) >= count or (late and found):
-            break
+        late = time.perf_counter() > end and (found or family.methods != ("head",))
+        if len(found) >= count or late:
+            continue
         for row in family.rows:
             candidate = _candidate(row)
             say(f"counting the recipe {candidate.name}")
             try:
-                option = planner.option(candidate)
+                # A run that is continued needs more memory than a new run, because it reads a checkpoint.
+                option = planner.option(candidate, resumed=True)
             except UserError as error:
                 refused[candidate.name] = first_line(error)
                 continue
@@ -117,9 +122,9 @@ def propose(
 def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Family]:
     """Yield the studied families for a network of a kind with an image size in pixels and a number of blocks.
 
-    If no study has the kind of task, the studies of all images are used.
+    If no study has the kind of task, the studies of classification are used.
     """
-    of_task = [one for one in studied() if one.task == task] or [one for one in studied() if one.image_size is not None]
+    of_task = [one for one in studied() if one.task == task] or [one for one in studied() if one.task == TASK_NAMES[0]]
     rows: dict[tuple[str, ...], list[tuple[Studied, tuple[str, ...]]]] = {}
     for one in of_task:
         arguments = _for_blocks(one, blocks)
@@ -129,19 +134,32 @@ def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Famil
         own = all(word.startswith("method") for word in arguments)
         if not own or any(_PUBLISHED.search(name) or name not in METHODS for name in methods):
             continue
+        if any(METHODS[name].axis is Axis.MEMORY and name not in _MEMORY for name in methods):
+            continue
         key = tuple(word for word in arguments if _axis(word) is not Axis.MEMORY and not word.startswith("method="))
         plain = tuple(name for name in methods if METHODS[name].axis is not Axis.MEMORY)
         rows.setdefault((*plain, *key), []).append((one, arguments))
     for of in rows.values():
-        variants = sorted({arguments for _, arguments in of}, key=_memory_order)
-        weighed = [(one, closeness(one, kind, size)) for one, arguments in of if arguments == variants[0]]
-        known = [(one.points_lost, weight) for one, weight in weighed if one.points_lost is not None]
-        if not known:
+        lost = {
+            arguments: weighted_mean(known)
+            for arguments in {arguments for _, arguments in of}
+            if (
+                known := [
+                    (one.points_lost, closeness(one, kind, size))
+                    for one, own in of
+                    if own == arguments and one.points_lost is not None
+                ]
+            )
+        }
+        variants = sorted(lost, key=lambda arguments: (_memory_order(arguments), lost[arguments], arguments))
+        if not variants:
             continue
+        variants = [one for one in variants if lost[one] <= lost[variants[0]] + _SAME]
+        weighed = [(one, closeness(one, kind, size)) for one, arguments in of if arguments == variants[0]]
         nearest, _ = max(weighed, key=lambda pair: (pair[1], pair[0].seeds))
         assert nearest.lr is not None
         plain = tuple(name for name in _methods(variants[0]) if METHODS[name].axis is not Axis.MEMORY)
-        yield Family(plain, tuple(variants), weighted_mean(known), nearest.lr, nearest.study)
+        yield Family(plain, tuple(variants), lost[variants[0]], nearest.lr, nearest.study)
 
 
 def _ordered(families: Sequence[Family]) -> list[Family]:
@@ -155,7 +173,7 @@ def _ordered(families: Sequence[Family]) -> list[Family]:
 def _for_blocks(row: Studied, blocks: int) -> tuple[str, ...] | None:
     """Return the arguments of a studied row for a network with another number of blocks, or None if there are none.
 
-    The last blocks that are trained are scaled with the number of blocks. Other positions cannot be transferred.
+    If the last blocks are trained, their number is scaled. Other positions of blocks cannot be transferred.
     """
     arguments = []
     for word in row.arguments:
@@ -163,12 +181,18 @@ def _for_blocks(row: Studied, blocks: int) -> tuple[str, ...] | None:
         positions = re.fullmatch(r"\[(\d+(?:,\d+)*)\]", value)
         if positions is None or row.blocks == blocks:
             arguments.append(word)
-        elif key == "method.blocks.blocks":
+        elif key == "method.blocks.blocks" and _are_last(positions[1], row.blocks):
             count = max(1, round(len(positions[1].split(",")) * blocks / row.blocks))
             arguments.append(f"{key}=[{','.join(map(str, range(blocks - count, blocks)))}]")
         else:
             return None
     return tuple(arguments)
+
+
+def _are_last(positions: str, blocks: int) -> bool:
+    """Return True if a list of positions, e.g. ``9,10,11``, contains exactly the last blocks."""
+    found = [int(position) for position in positions.split(",")]
+    return found == list(range(blocks - len(found), blocks))
 
 
 def _methods(arguments: Sequence[str]) -> tuple[str, ...]:
@@ -182,11 +206,9 @@ def _axis(word: str) -> Axis | None:
     return METHODS[name].axis if word.startswith("method.") and name in METHODS else None
 
 
-def _memory_order(arguments: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-    """Return a sort key: the position in `_MEMORY` of the memory method, or 0 without a memory method."""
-    used = [name for name in _methods(arguments) if METHODS[name].axis is Axis.MEMORY]
-    places = [_MEMORY.index(name) if name in _MEMORY else len(_MEMORY) for name in used]
-    return max(places, default=-1), arguments
+def _memory_order(arguments: tuple[str, ...]) -> int:
+    """Return the position in `_MEMORY` of the memory method, or -1 without a memory method."""
+    return max((_MEMORY.index(name) for name in _methods(arguments) if name in _MEMORY), default=-1)
 
 
 def _candidate(arguments: Sequence[str]) -> Candidate:
@@ -204,6 +226,7 @@ def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
         lr=lr,
         points_lost=family.points_lost,
         source=family.source,
+        baseline=family.methods in BASELINES,
         needed_bytes=planner.bound(option),
     )
 

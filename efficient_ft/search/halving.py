@@ -26,7 +26,7 @@ def rungs(arms: int) -> list[int]:
 
 
 def score(arm: Arm, left: float) -> float:
-    """Return the expected validation metric of an arm after further `left` steps, relative to full fine-tuning.
+    """Return the expected accuracy of an arm after further `left` steps, relative to full fine-tuning.
 
     Recipes that train few parameters are ahead after few steps, but not at the end. The loss of accuracy in studies is
     therefore subtracted, weighted with the fraction of the steps that are left.
@@ -46,19 +46,22 @@ def ranked(arms: Sequence[Arm], left: Callable[[Arm], float] = lambda arm: 0.0) 
 def rate(arm: Arm) -> float:
     """Return the time of an optimizer step in the last slice of an arm in seconds.
 
-    The time includes waiting for data and the evaluations at the ends of epochs.
+    The time includes waiting for data and evaluations at the ends of epochs, but not the evaluation after the slice.
     """
     last, before = arm.slices[-1], arm.slices[-2] if len(arm.slices) > 1 else None
     steps = last.step - (before.step if before else 0)
-    return (last.trained - (before.trained if before else 0.0)) / max(steps, 1)
+    return max(0.0, last.trained - (before.trained if before else 0.0) - last.evaluated) / max(steps, 1)
 
 
 def overhead(arms: Sequence[Arm], default: float) -> float:
-    """Return the median time of a slice in seconds that is not spent on training: mainly the start of the process."""
+    """Return the median time of a slice in seconds that is not spent on training.
+
+    This time includes the start of the process and the evaluation after the slice.
+    """
     found = []
     for arm in arms:
         before = 0.0
         for one in arm.slices:
-            found.append(one.seconds - (one.trained - before))
+            found.append(max(0.0, one.seconds - (one.trained - before)) + one.evaluated)
             before = one.trained
     return statistics.median(found) if found else default

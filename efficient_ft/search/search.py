@@ -8,11 +8,15 @@ the last steps. The test split is evaluated only once, at the end.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+from filelock import FileLock, Timeout
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_metric, format_seconds
@@ -22,7 +26,7 @@ from efficient_ft.search.state import Arm, Final, Proposed, Running, SearchState
 #: Fractions of the budget for the proposals and for the race. The remaining budget is for the best recipe.
 PROPOSING, RACING = 0.08, 0.42
 #: Fraction of the remaining budget in which the learning rate of the best recipe is still constant, and the smallest
-#: remaining budget in seconds for which the constant part is a slice of its own.
+#: time in seconds for which the constant part is a separate slice.
 CONSTANT, LEAST_CONSTANT = 0.55, 60.0
 #: Smallest and largest number of arms, and the time in seconds that the first slice of an arm should have.
 FEWEST, MOST, FIRST = 3, 12, 20.0
@@ -30,11 +34,28 @@ FEWEST, MOST, FIRST = 3, 12, 20.0
 LOADING = 3.0
 #: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
 FINISHING = 12.0
+#: Name of the file that a search and a training run lock. See `training.output.folder`.
+LOCK = ".lock"
+#: Maximum time in seconds for which a search waits for a process of an earlier search that was killed.
+WAIT = 600.0
+#: Beginning of `Arm.stopped` for an arm whose process failed.
+FAILED = "failed: "
+
+
+class Ended(NamedTuple):
+    """Outcome of a process: its results, or the reason for its failure.
+
+    `own` is True if the recipe itself is the reason: its loss was not finite, or it exceeded its memory budget.
+    """
+
+    results: dict[str, Any] | None
+    failure: str = ""
+    own: bool = False
 
 
 #: Function that runs one slice in a separate process. Its arguments are the command-line arguments of the run and the
-#: log file. It returns the results of the run, or None and the reason for the failure.
-RunSlice = Callable[[Sequence[str], Path], tuple[dict[str, Any] | None, str | None]]
+#: log file.
+RunSlice = Callable[[Sequence[str], Path], Ended]
 
 
 class Propose(Protocol):
@@ -61,17 +82,22 @@ class Search:
     state: SearchState
     propose: Propose
     run_slice: RunSlice
-    say: Callable[[str], None] = lambda text: None
+    say: Callable[[str], None] = print
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
         self._began = self.clock() - self.state.elapsed
+        #: Name of the arm whose slice was interrupted, and the time of the interrupted slice.
+        self._interrupted: str | None = None
+        self._lost = 0.0
 
     @property
     def elapsed(self) -> float:
         """The used part of the budget, in its unit."""
         if self.state.unit == "steps":
-            return float(sum(arm.step for arm in self.state.arms))
+            final = self.state.final
+            ended = 0 if final is None or not self.state.finished else final.steps - self.state.arm(final.arm).step
+            return float(sum(arm.step for arm in self.state.arms) + ended)
         return self.clock() - self._began
 
     @property
@@ -83,47 +109,100 @@ class Search:
         """Run the search, or continue it, and return its state.
 
         Raises:
-            UserError: If no recipe can be trained within the budget.
+            UserError: If another process uses the folder, or if no recipe can be trained within the budget.
         """
         state = self.state
-        self._resume()
-        if not state.arms:
-            self._propose()
-        while state.final is None:
-            if not self._race():
-                self._choose()
-        self._finish()
+        if state.finished:
+            return state
+        with self._locked():
+            self._resume()
+            if not state.arms:
+                self._propose()
+            while not state.finished:
+                if state.final is not None:
+                    self._finish()
+                elif not self._race():
+                    self._choose()
         return state
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        lock = FileLock(self.folder / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            raise UserError(
+                f"The folder {self.folder} is in use: the same search is running in another process. Wait until that"
+                " process ends."
+            ) from None
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _save(self) -> None:
         self.state.elapsed = self.elapsed
         write_state(self.folder, self.state)
 
+    def _begin(self, arm: Arm | None) -> None:
+        """Record that a process starts, so that its time counts even if the search is killed."""
+        self.state.running = Running(arm=None if arm is None else arm.name, elapsed=self.elapsed, time=time.time())
+        self._save()
+
     def _resume(self) -> None:
-        """Add the time of a slice that was interrupted. Its steps are kept in the checkpoint of the run."""
+        """Add the time of a process that was interrupted. The steps of a run are kept in its checkpoint."""
         running = self.state.running
         if running is None:
             return
-        files = (self.folder / self.state.arm(running.arm).folder).rglob("*")
-        written = [file.stat().st_mtime for file in files if file.is_file()]
-        lost = max([running.time, *written]) - running.time
-        used = max(self.state.elapsed, running.elapsed + lost)
+        self.say("Continuing the search.")
+        if running.arm is not None:
+            arm = self.state.arm(running.arm)
+            run = self.folder / arm.folder
+            self._wait(run)
+            names = ("checkpoint.ckpt", "checkpoint.ckpt.prev", "metrics.jsonl")
+            files = [*(run / name for name in names), self._log(arm)]
+            written = [file.stat().st_mtime for file in files if file.is_file()]
+            self._lost = max([running.time, *written]) - running.time
+            self._interrupted = arm.name
+        used = max(self.state.elapsed, running.elapsed + self._lost)
         self._began -= used - self.state.elapsed
         self.state.running = None
         self._save()
 
+    def _wait(self, run: Path) -> None:
+        """Wait until a process of a killed search has ended, which still trains in the folder `run`."""
+        if not (run / LOCK).is_file():
+            return
+        lock = FileLock(run / LOCK, timeout=0)
+        try:
+            lock.acquire()
+        except Timeout:
+            self.say("Waiting for a training process of the earlier search …")
+            try:
+                lock.acquire(timeout=WAIT)
+            except Timeout:
+                raise UserError(
+                    f"A process still trains in {run}. Stop this process, and repeat the command."
+                ) from None
+        lock.release()
+
     def _propose(self) -> None:
         state = self.state
+        self._begin(None)
         began = self.clock()
-        found = self.propose(self._count(), self._planning())
+        found = self.propose(self._count(), PROPOSING * state.budget if state.unit == "seconds" else math.inf)
         state.arms, state.refused, state.data = found.arms, found.refused, found.data
         state.start = max(0.0, self.clock() - began - found.seconds)
+        state.running = None
+        least = 2 * (self._overhead() + self._shortest) / RACING
+        if state.unit == "seconds" and state.budget < least:
+            state.arms = []
+            self._save()
+            do = "A slice of training must be longer than the start of its process."
+            raise SettingError("time", format_seconds(state.budget), f"at least {math.ceil(least)}s here", do)
         state.rungs = rungs(len(state.arms))
         self._save()
         self.say(f"{len(state.arms)} recipes take part: {', '.join(arm.name for arm in state.arms)}.")
-
-    def _planning(self) -> float:
-        return PROPOSING * self.state.budget if self.state.unit == "seconds" else 60.0
 
     def _count(self) -> int:
         """Return the number of arms for which the first slices have a sensible length."""
@@ -145,21 +224,29 @@ class Search:
                 return True
             end = (PROPOSING + RACING * (number + 1) / len(state.rungs)) * state.budget
             share = (end - self.elapsed) / len(waiting)
-            if share < self._overhead() + self._shortest and len(waiting) > 1:
+            if share < self._overhead() + self._shortest and len(state.shares) <= number and len(waiting) > 1:
+                if number:  # the arms have already been compared
+                    return False
                 waiting[-1].stopped = "not trained: the time is too short"
                 self._save()
-            else:
-                self._slice(waiting[0], share)
+                return True
+            if len(state.shares) <= number:
+                state.shares.append(share)
+            self._slice(waiting[0], state.shares[number])
             return True
         return False
 
     def _eliminate(self, count: int, number: int) -> None:
         """Keep the best `count` arms after round `number`."""
-        order = ranked(self.state.alive, self._left)
+        order = self._ranked(self.state.alive)
         for arm in order[count:]:
             arm.stopped = f"round {number}: {len(order[:count])} recipes were better"
         self.say(f"After round {number}: {', '.join(self._described(arm) for arm in order[:count])} continue.")
         self._save()
+
+    def _ranked(self, arms: Sequence[Arm]) -> list[Arm]:
+        # The losses in studies are losses of accuracy, so they are not subtracted from other metrics.
+        return ranked(arms, self._left) if self._metric == "accuracy" else ranked(arms)
 
     def _described(self, arm: Arm) -> str:
         assert arm.value is not None
@@ -176,26 +263,33 @@ class Search:
 
     def _left(self, arm: Arm) -> float:
         """Return the number of steps that an arm could train in the rest of the budget."""
-        return max(0.0, self.left) / (1.0 if self.state.unit == "steps" else rate(arm))
+        return max(0.0, self.left) / (1.0 if self.state.unit == "steps" else max(rate(arm), 1e-9))
 
     def _steps(self, arm: Arm, seconds: float) -> int:
         """Return the number of steps that an arm can train in `seconds` seconds (at least 1)."""
         if self.state.unit == "steps":
             return max(1, round(seconds))
-        return max(1, int((seconds - self._overhead()) / rate(arm)))
+        return max(1, int((seconds - self._overhead()) / max(rate(arm), 1e-9)))
 
     def _overhead(self) -> float:
         return 0.0 if self.state.unit == "steps" else overhead(self.state.arms, self.state.start + LOADING)
 
     def _slice(self, arm: Arm, seconds: float) -> None:
         """Train an arm for about `seconds` seconds (or steps), or stop the arm if its run fails."""
+        if arm.name == self._interrupted:  # the checkpoint contains the steps of the interrupted slice
+            seconds, self._interrupted = seconds - self._lost, None
         if self.state.unit == "steps":
             until = str(arm.step + max(1, round(seconds)))
         else:
-            until = f"{max(1.0, seconds - self._overhead()):.1f}s"
-        results, taken = self._train(arm, [f"pause_at={until}"])
-        paused = (results or {}).get("paused")
+            until = f"{max(1, round(seconds - self._overhead()))}s"
+        ended, taken = self._train(arm, [f"pause_at={until}"])
+        if ended.results is None:
+            return
+        paused = ended.results.get("paused")
+        self.state.running = None
         if paused is None:
+            arm.stopped = f"{FAILED}the run ended before it was paused"
+            self._save()
             return
         self.state.metric = paused["metric"]
         arm.slices.append(
@@ -203,32 +297,33 @@ class Search:
                 step=paused["step"],
                 seconds=taken,
                 trained=paused["seconds"],
+                evaluated=paused["evaluation_seconds"],
                 value=paused["value"],
                 loss=paused["loss"],
                 peak_bytes=paused["peak_bytes"],
             )
         )
-        self.state.running = None
         self._save()
         left = f", {format_seconds(max(0.0, self.left))} left" if self.state.unit == "seconds" else ""
         self.say(f"{self._described(arm)} after {arm.step} steps{left}")
 
-    def _train(self, arm: Arm, more: Sequence[str]) -> tuple[dict[str, Any] | None, float]:
-        """Run a process that trains an arm. Return its results, or None if it failed, and its time in seconds."""
-        self.state.running = Running(arm=arm.name, elapsed=self.elapsed, time=time.time())
-        self._save()
+    def _log(self, arm: Arm) -> Path:
+        return self.folder / f"{arm.folder}.log"
+
+    def _train(self, arm: Arm, more: Sequence[str]) -> tuple[Ended, float]:
+        """Run a process that trains an arm, and stop the arm if the process fails. Also return the time in seconds."""
+        self._begin(arm)
         began = self.clock()
         folder = self.folder / arm.folder
         quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-        log = folder.with_name(f"{folder.name}.log")
-        results, failure = self.run_slice([*arm.arguments, *more, f"hydra.run.dir='{quoted}'"], log)
+        ended = self.run_slice([*arm.arguments, *more, f"hydra.run.dir='{quoted}'"], self._log(arm))
         taken = self.clock() - began
-        if results is None:
-            arm.stopped = f"failed: {failure or 'it returned no result'}"
+        if ended.results is None:
+            arm.stopped = f"{FAILED}{ended.failure or 'it returned no result'}"
             self.state.running = None
             self._save()
             self.say(f"{arm.name} {arm.stopped}")
-        return results, taken
+        return ended, taken
 
     def _choose(self) -> None:
         """Choose the best arm, which is then trained to the end."""
@@ -236,8 +331,12 @@ class Search:
         raced = [arm for arm in state.alive if arm.slices]
         if not raced:
             reasons = "; ".join(f"{arm.name} {arm.stopped}" for arm in state.arms)
+            for arm in state.arms:  # the reason may be temporary, so the same command tries the recipes again
+                arm.stopped = None
+            state.shares = []
+            self._save()
             raise UserError(f"No recipe could be trained: {reasons}. The logs are in {self.folder}.")
-        best, *others = ranked(raced, self._left)
+        best, *others = self._ranked(raced)
         for arm in others:
             arm.stopped = f"round {len(state.rungs)}: {best.name} was better"
         state.final = Final(arm=best.name)
@@ -248,51 +347,59 @@ class Search:
         """Train the best arm to the end: first with a constant, then with a decreasing learning rate."""
         state, final = self.state, self.state.final
         assert final is not None
-        if final.seconds is not None:
-            return
         arm = state.arm(final.arm)
         if not final.steps:
-            constant = CONSTANT * (self.left - self._ending(arm))
-            if len(arm.slices) <= len(state.rungs) and constant > max(LEAST_CONSTANT, 4 * self._overhead()):
+            constant = CONSTANT * (self.left - self._ending())
+            # After an interruption, only the run itself knows the number of its steps.
+            unknown = self._interrupted == arm.name
+            long = len(arm.slices) <= len(state.rungs) and constant > max(LEAST_CONSTANT, 4 * self._overhead())
+            if unknown or long:
                 self._slice(arm, constant)
                 if arm.stopped is not None:
-                    self._replace_failed()
+                    self._another(arm)
                     return
-            decay = self._steps(arm, self.left - self._ending(arm))
+            decay = self._steps(arm, self.left - self._ending())
             final.steps, final.decay = arm.step + decay, decay
             self._save()
-        results, _ = self._train(arm, [f"trainer.max_steps={final.steps}", f"optim.decay_steps={final.decay}"])
-        if results is None:
-            self._replace_failed()
+        ended, _ = self._train(arm, [f"trainer.max_steps={final.steps}", f"optim.decay_steps={final.decay}"])
+        if ended.results is None:
+            self._another(arm, ended.own)
             return
-        accuracy = results["accuracy"]
+        accuracy = ended.results["accuracy"]
         final.metric, final.value, final.test = self._metric, accuracy["best"], accuracy.get("test")
-        final.peak_bytes = results.get("memory", {}).get("peak_bytes")
+        final.peak_bytes = ended.results.get("memory", {}).get("peak_bytes")
+        final.trained = ended.results.get("totals", {}).get("seconds")
         state.running = None
+        final.seconds = 0.0  # the run is finished, and its steps count
         final.seconds = self.elapsed
         self._save()
 
-    def _replace_failed(self) -> None:
-        """Raise an error, because the training of the best arm failed."""
-        assert self.state.final is not None
-        arm = self.state.arm(self.state.final.arm)
-        reason, arm.stopped = arm.stopped, None
+    def _another(self, arm: Arm, own: bool = True) -> None:
+        """Choose another arm if the recipe of the best arm failed. For other failures, raise an error."""
+        state = self.state
+        others = [one for one in state.arms if one is not arm and one.slices and _lost(one)]
+        if not own or not others:
+            reason, arm.stopped = arm.stopped, None
+            self._save()
+            raise UserError(f"The training of {arm.name} {reason}. The log is {self._log(arm)}.")
+        state.final = None
+        self._ranked(others)[0].stopped = None
         self._save()
-        raise UserError(f"The training of {arm.name} {reason}. The same command continues the search.")
 
-    def _ending(self, arm: Arm) -> float:
+    def _ending(self) -> float:
         """Return the time in seconds that the end of the last run takes: evaluation, cost report and files."""
         if self.state.unit == "steps":
             return 0.0
         assert self.state.data is not None
-        evaluated = self.state.data.val + self.state.data.test
-        return FINISHING + evaluated * self._seconds_per_sample(arm)
+        data = self.state.data
+        # With stored features, evaluations during training are shorter than the final evaluation of the whole network.
+        slowest = max((one.evaluated for arm in self.state.arms for one in arm.slices), default=0.0)
+        return FINISHING + slowest * (data.val + data.test) / data.val
 
-    def _seconds_per_sample(self, arm: Arm) -> float:
-        """Return an upper estimate of the evaluation time of a sample: the time of a training step per sample."""
-        assert self.state.data is not None
-        batch = max(1.0, self.state.data.train / self.state.data.epoch_steps)
-        return rate(arm) / batch
+
+def _lost(arm: Arm) -> bool:
+    """Return True if an arm was stopped because other arms were better."""
+    return arm.stopped is not None and arm.stopped.startswith("round")
 
 
 def open_search(
@@ -308,7 +415,7 @@ def open_search(
     """Start the search in a folder, or continue the search that the folder contains.
 
     Raises:
-        UserError: If the state in the folder is damaged.
+        UserError: If the state in the folder is damaged, or belongs to a search with other settings.
         SettingError: If the budget is too small to train a recipe.
     """
     if unit == "seconds" and budget < 60:
@@ -319,4 +426,9 @@ def open_search(
         folder.mkdir(parents=True, exist_ok=True)
         state = SearchState(settings=list(settings), memory_bytes=memory_bytes, budget=budget, unit=unit)
         write_state(folder, state)
+    elif sorted(state.settings) != sorted(settings):
+        raise UserError(
+            f"The folder {folder} contains a search with other settings: {' '.join(state.settings)}. Choose another"
+            " folder."
+        )
     return Search(folder, state, propose, run_slice, say)

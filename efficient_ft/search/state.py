@@ -32,6 +32,7 @@ class Slice(_Strict):
         step: number of optimizer steps after the slice.
         seconds: time of the slice in seconds, including the start of the process and the evaluation.
         trained: training time of the run so far in seconds, without the start of the processes.
+        evaluated: time of the evaluation after the slice in seconds, which is a part of `seconds` and `trained`.
         value: validation metric after the slice, as a fraction.
         loss: validation loss after the slice.
         peak_bytes: peak memory of the process.
@@ -40,6 +41,7 @@ class Slice(_Strict):
     step: int
     seconds: float
     trained: float
+    evaluated: float
     value: float
     loss: float
     peak_bytes: int
@@ -56,6 +58,7 @@ class Arm(_Strict):
         lr: learning rate.
         points_lost: loss of test accuracy relative to full fine-tuning in studies, in percentage points, or None.
         source: title of the study from which the learning rate was taken.
+        baseline: True if users compare other recipes with this recipe (full fine-tuning, LoRA or the head).
         needed_bytes: memory budget that the recipe needs.
         slices: finished slices of training.
         stopped: the reason why the search no longer trains the arm, or None.
@@ -68,6 +71,7 @@ class Arm(_Strict):
     lr: float
     points_lost: float | None
     source: str
+    baseline: bool = False
     needed_bytes: int
     slices: list[Slice] = Field(default_factory=list)
     stopped: str | None = None
@@ -84,9 +88,9 @@ class Arm(_Strict):
 
 
 class Running(_Strict):
-    """The slice that is running: the name of its arm, the elapsed budget and the clock time at its start."""
+    """The running process: its arm (None for the proposals), and the elapsed budget and the clock time at its start."""
 
-    arm: str
+    arm: str | None
     elapsed: float
     time: float
 
@@ -112,8 +116,9 @@ class Proposed(_Strict):
 class Final(_Strict):
     """Training of the best arm to the end: planned numbers of steps and of steps with a decreasing rate, and results.
 
-    `step` and `decay` are 0 until the decrease of the learning rate is planned. `value`, `test` and `seconds` are None
-    until the run is finished.
+    `steps` and `decay` are 0 until the decrease of the learning rate is planned. The results are None until the run is
+    finished: the validation metric (`value`), the test metric (`test`), the used budget (`seconds`), the training time
+    of the run in seconds (`trained`), and the peak memory of the process (`peak_bytes`).
     """
 
     arm: str
@@ -123,6 +128,7 @@ class Final(_Strict):
     value: float | None = None
     test: float | None = None
     seconds: float | None = None
+    trained: float | None = None
     peak_bytes: int | None = None
 
 
@@ -140,6 +146,7 @@ class SearchState(_Strict):
         arms: recipes that take part, in the order of their expected accuracy.
         refused: reasons why other recipes do not take part, keyed by recipe.
         rungs: number of arms in each round of the race.
+        shares: budget of an arm in each round that has begun.
         metric: name of the validation metric, or None before the first slice.
         running: the slice that is running, or None.
         final: the training of the best arm to the end, or None during the race.
@@ -156,6 +163,7 @@ class SearchState(_Strict):
     arms: list[Arm] = Field(default_factory=list)
     refused: dict[str, str] = Field(default_factory=dict)
     rungs: list[int] = Field(default_factory=list)
+    shares: list[float] = Field(default_factory=list)
     metric: str | None = None
     running: Running | None = None
     final: Final | None = None

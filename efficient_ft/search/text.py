@@ -10,7 +10,7 @@ from efficient_ft.core import text
 from efficient_ft.core.format import format_bytes, format_metric, format_seconds
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.search.halving import ranked
-from efficient_ft.search.state import Arm, SearchState
+from efficient_ft.search.state import Arm, Final, SearchState
 
 
 def command_of(state: SearchState) -> list[str]:
@@ -33,18 +33,19 @@ def result_text(state: SearchState, folder: Path) -> str:
     assert state.data is not None
     final, data, metric = state.final, state.data, state.metric or "accuracy"
     arm = state.arm(final.arm)
-    rows: list[tuple[str, ...]] = [("recipe", "lr", f"val {metric}", "steps", "time", "peak", "stopped")]
+    rows: list[tuple[str, ...]] = [("recipe", "lr", f"val {metric}", "steps", "training time", "peak", "stopped")]
     raced = [one for one in state.arms if one.slices]
     for one in [*ranked(raced), *(other for other in state.arms if not other.slices)]:
-        rows.append(_row(one, metric, final.value if one is arm else None, final.steps if one is arm else None))
+        rows.append(_row(one, metric, final if one is arm else None))
     lines = [text.table(rows, left=(0, 6), rule="")]
-    lines += [f"{name}: not used, because it {reason}." for name, reason in state.refused.items() if "needs" in reason]
+    lines += [f"{name}: not used, because it {reason}." for name, reason in state.refused.items()
+              if reason.startswith("needs")]  # fmt: skip
     if final.value is not None:
         lines.append("")
         said = f"{arm.recipe} with optim.lr={arm.lr:.2g}: val {metric} {format_metric(final.value, metric)}"
         if final.test is not None:
             error = f" ± {format_metric(standard_error(final.test, data.test), metric)} (standard error)"
-            said += f", test {metric} {format_metric(final.test, metric)}{error}"
+            said += f", test {metric} {format_metric(final.test, metric)}{error if metric == 'accuracy' else ''}"
         lines.append(f"{said}.")
         lines += _uncertainty(state, arm, metric)
         used = f"The search took {format_seconds(final.seconds or 0.0)} of {format_seconds(state.budget)}"
@@ -64,15 +65,20 @@ def peak_bytes(state: SearchState) -> int:
     return max([*peaks, 0 if state.final is None else state.final.peak_bytes or 0])
 
 
-def _row(arm: Arm, metric: str, value: float | None, steps: int | None) -> tuple[str, ...]:
-    shown = arm.value if value is None else value
+def _row(arm: Arm, metric: str, final: Final | None) -> tuple[str, ...]:
+    """Return a row of the table. `final` contains the results of the best arm, and is None for other arms."""
+    value, steps, trained = arm.value, arm.step, arm.slices[-1].trained if arm.slices else None
+    peaks = [one.peak_bytes for one in arm.slices]
+    if final is not None and final.value is not None:
+        value, steps, trained = final.value, final.steps, final.trained or trained
+        peaks.append(final.peak_bytes or 0)
     return (
         arm.recipe,
         f"{arm.lr:.2g}",
-        "–" if shown is None else format_metric(shown, metric),
-        str(steps or arm.step),
-        format_seconds(sum(one.seconds for one in arm.slices)) if arm.slices else "–",
-        format_bytes(max(one.peak_bytes for one in arm.slices)) if arm.slices else "–",
+        "–" if value is None else format_metric(value, metric),
+        str(steps),
+        "–" if trained is None else format_seconds(trained),
+        format_bytes(max(peaks)) if peaks else "–",
         arm.stopped or "best",
     )
 
@@ -87,14 +93,13 @@ def _uncertainty(state: SearchState, best: Arm, metric: str) -> list[str]:
     lines = [f"The recipes were compared on {count} validation images (standard error of an accuracy: {error})."]
     first = best.slices[0]
     others = [
-        f"{one.recipe} {format_metric(one.slices[0].value, metric)}"
+        f"{format_metric(one.slices[0].value, metric)} for {one.name}"
         for one in state.arms
-        if one is not best and one.slices and one.recipe.split(":")[0] in ("full", "head", "full+lora")
+        if one is not best and one.slices and one.baseline
     ]
     if others:
-        taken = format_seconds(first.trained)
         lines.append(
-            f"After about {taken} of training each, the validation accuracy was {format_metric(first.value, metric)}"
-            f" for the best recipe, and {', '.join(others)} for the baselines."
+            "After the first round, in which all recipes trained equally long, the validation accuracy was"
+            f" {format_metric(first.value, metric)} for the best recipe, {', '.join(others)}."
         )
     return lines

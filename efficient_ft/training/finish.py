@@ -106,13 +106,15 @@ def paused(run: Training, fitted: Fitted) -> dict[str, Any]:
     """Print and return the state of a run that was paused.
 
     Returns:
-    A dict with the number of optimizer steps so far (`step`), the planned numbers of steps (`steps`) and epochs
-    (`epochs`), the metric (`metric`), its value (`value`) and the loss (`loss`) in the last evaluation, the split
-    of this evaluation (`split`), the training time in seconds (`seconds`), and the peak memory of the process in
-    bytes (`peak_bytes`).
+        A dict with the number of optimizer steps so far (`step`), the planned numbers of steps (`steps`) and epochs
+        (`epochs`), the metric (`metric`), its value (`value`) and the loss (`loss`) in the last evaluation, the split
+        of this evaluation (`split`), the training time including evaluations (`seconds`) and the time of the last
+        evaluation (`evaluation_seconds`) in seconds, and the peak memory of the process or, on a GPU, the peak of the
+        reserved memory (`peak_bytes`).
     """
     row, split, metric = fitted.recorder.row, fitted.recorder.split, fitted.module.task.metric
     steps, value = fitted.trainer.global_step, row[f"{split}_{metric}"]
+    device = fitted.trainer.strategy.root_device
     epochs, total = run_length(run.config, run.data, fitted.trainer.world_size)
     say(
         f"The run was paused after step {steps} of {total}: {split} {spelled(metric)}"
@@ -128,7 +130,8 @@ def paused(run: Training, fitted: Fitted) -> dict[str, Any]:
         "value": value,
         "loss": row[f"{split}_loss"],
         "seconds": fitted.totals.values()["seconds"],
-        "peak_bytes": lifetime_peak_bytes(),
+        "evaluation_seconds": fitted.recorder.evaluation_seconds,
+        "peak_bytes": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else lifetime_peak_bytes(),
     }
 
 

@@ -190,7 +190,9 @@ def fit(run: Training, arguments: Sequence[str]) -> Fitted:
     stores = config.trainer.cache_features != "off" and run.kind.supports("cache_features")
     if stores or (config.trainer.frozen_prefix != "fp32" and run.kind.supports("prefix")):
         data: Any = run.data
-        features = FeatureCallback(config, data, run.methods, epochs, folder)
+        # A run with a constant rate can be lengthened later, so its length must not decide whether features are stored.
+        planned = config.trainer.epochs if config.optim.schedule == "constant" else epochs
+        features = FeatureCallback(config, data, run.methods, planned, folder)
         callbacks.append(features)
     compilation = CompileCallback(totals.counts_every) if config.trainer.compile else None
     if compilation is not None:

@@ -30,7 +30,9 @@ def of(monkeypatch: pytest.MonkeyPatch, *rows: Studied) -> None:
 def test_recipes_that_differ_in_their_memory_method_are_one_family(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [
         row("checkpointing", "method=[full,checkpointing]"),
-        row("low_bit4", "method=[full,low_bit]", points_lost=5.0),
+        row("low_bit2", "method=[full,low_bit]", "method.low_bit.bits=2", points_lost=5.0),
+        row("low_bit4", "method=[full,low_bit]", points_lost=1.5),
+        row("back_razor.8", "method=[full,back_razor]", "method.back_razor.sparsity=0.8", points_lost=0.5),
         row("full", "method=full", points_lost=0.0),
         row("lora", "method=[full,lora]", points_lost=2.0),
         row("lora4", "method=[full,lora]", "method.lora.rank=4", points_lost=3.0),
@@ -59,6 +61,7 @@ def test_positions_of_blocks_are_scaled_or_not_used(monkeypatch: pytest.MonkeyPa
     drops = row("evit", "method=[full,evit]", "method.evit.drop_at=[3,6,9]")
     of(monkeypatch, last, drops)
     assert len(list(families_for("classification", "transformer", 224, 12))) == 2
+    of(monkeypatch, last, drops, row("spread", "method=blocks", "method.blocks.blocks=[3,7,11]"))
     (scaled,) = families_for("classification", "transformer", 224, 24)
     assert scaled.rows == (("method=blocks", "method.blocks.blocks=[18,19,20,21,22,23]"),)
 
@@ -76,8 +79,8 @@ def test_rows_of_other_tasks_variants_of_papers_and_random_networks_are_not_used
     )
     assert list(families_for("classification", "transformer", 224, 12)) == []
     assert len(list(families_for("text", "transformer", 224, 12))) == 1
-    of(monkeypatch, row("head", "method=head"))
-    assert len(list(families_for("multilabel", "transformer", 224, 12))) == 1
+    of(monkeypatch, row("head", "method=head"), row("last_stage", "method=last_stage", task="segmentation"))
+    assert [one.methods for one in families_for("multilabel", "transformer", 224, 12)] == [("head",)]
 
 
 def test_the_committed_table_has_the_results_of_studies() -> None:

@@ -1,4 +1,4 @@
-"""Tests of paused runs: they give the same bits as uninterrupted runs, also if their length is set later."""
+"""Tests of paused runs: they give the same bits as uninterrupted runs, even if their length is set later."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from efficient_ft.cli.exits import report_outcome
 from efficient_ft.cli.hydra import processes
@@ -22,6 +22,7 @@ from efficient_ft.core.terminal import show, shown_path
 from efficient_ft.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
+    from efficient_ft.search.search import Ended
     from efficient_ft.search.state import Proposed, SearchState
 
 DESCRIPTION = """\
@@ -45,22 +46,18 @@ OF_A_SEARCH = ("memory", "time", "steps")
 #: Settings of all runs of a search, which the user can change. They are the settings of the studies from which the
 #: recipes and learning rates are taken.
 COMMON = ("recipe=none", "optim=adam", "optim.head_lr_mult=10", "optim.warmup_steps=20", "data.batch_size=32",
-          "data.eval_batch_size=128", "data.val_fraction=0.2", "data.augment.scale=[0.25,1.0]",
-          "trainer.cache_features=auto")  # fmt: skip
-#: Settings that the search determines.
-OWN = ("optim.schedule=constant", "trainer.epochs=1000", "trainer.progress=false", "cost.baseline=none", "cost.steps=1")
-#: Settings that have no value of the user's in a search.
-_TAKEN = (
-    "method",
-    "optim.lr",
-    "optim.schedule",
-    "optim.decay_steps",
-    "trainer.epochs",
-    "trainer.max_steps",
-    "pause_at",
-)
+          "data.eval_batch_size=128", "data.val_fraction=0.2", "trainer.cache_features=auto")  # fmt: skip
+#: Augmentation in the studies of images, which is used if no setting of data.augment is given.
+CROPS = "data.augment.scale=[0.25,1.0]"
+#: Settings that the search determines. No search reaches the number of epochs.
+OWN = ("optim.schedule=constant", "trainer.epochs=1000000", "trainer.progress=false", "cost.baseline=none",
+       "cost.steps=1", "resume=auto")  # fmt: skip
+#: Settings that the user cannot set, because the search determines them.
+_TAKEN = ("method", "optim.lr", "optim.schedule", "optim.decay_steps", "trainer.epochs", "trainer.max_steps",
+          "trainer.patience", "trainer.progress", "cost", "pause_at", "resume", "evaluate", "cost_only", "jobs",
+          "job_timeout", "rows", "experiment", "hydra", *OF_A_SEARCH)  # fmt: skip
 
-#: The command of this program, also if `auto` is called in another program.
+#: The command of this program. Other programs that call `auto` start their processes with this command too.
 _PROGRAM = (sys.executable, "-m", "efficient_ft")
 
 
@@ -114,11 +111,21 @@ def auto(
     memory_bytes = parse_bytes("memory", memory)
     budget = _steps(steps) if time is None else parse_seconds("time", time)
     for word in settings:
-        if any(key_of(word) == key or key_of(word).startswith(f"{key}.") for key in _TAKEN):
-            known = "left out, because the search determines this setting"
-            raise SettingError(key_of(word), word.partition("=")[2], known)
-    runs = merged(*COMMON, *settings, *OWN, f"memory={memory}")
+        key, value = key_of(word), word.partition("=")[2]
+        if any(key == one or key.startswith((f"{one}.", f"{one}/")) for one in _TAKEN):
+            raise SettingError(key, value, "left out, because the search determines this setting")
+        if value.startswith("{") and key in ("trainer", "optim", "data"):
+            raise SettingError(key, value, "an option of the group", f"Pass each setting as {key}.NAME=VALUE.")
+    augmented = any(key_of(word).startswith("data.augment") for word in settings)
+    texts = configured(merged(*COMMON, *settings)).data.text is not None
+    runs = merged(*COMMON, *([] if augmented or texts else [CROPS]), *settings, *OWN, f"memory={memory}")
     config = configured(runs)
+    if config.optim.name == "sgd":
+        do = "The learning rates come from studies with Adam."
+        raise SettingError("optim", "sgd", "adam or adamw in a search", do)
+    if config.optim.warmup_steps is None:
+        do = "The length of a run is not known in advance."
+        raise SettingError("optim.warmup_steps", "null", "an integer in a search", do)
     if config.tasks:
         raise SettingError("tasks", ", ".join(config.tasks), "none in a search")
     if config.data.select_best_on != "val":
@@ -182,6 +189,9 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
     report_outcome(results=found.model_dump(mode="json"))
 
 
-def _run_slice(arguments: Sequence[str], log: Path) -> tuple[dict[str, Any] | None, str | None]:
+def _run_slice(arguments: Sequence[str], log: Path) -> Ended:
+    from efficient_ft.search.search import Ended
+
     ended = processes.run([*_PROGRAM, *arguments], {}, log)
-    return ended.results, ended.failure
+    failure = ended.failure or ""
+    return Ended(ended.results, failure, ended.diverged or "memory" in failure)

@@ -16,6 +16,7 @@ import torch
 
 from efficient_ft.core import stopping
 from efficient_ft.core.distributed import all_reduce_sum
+from efficient_ft.core.errors import SettingError
 from efficient_ft.core.process_memory import resident_bytes
 from efficient_ft.core.text import spelled
 from efficient_ft.record.rows import MetricsFile
@@ -89,7 +90,9 @@ class Recorder(L.Callback):
         self.pause_at: int | None = None
         #: The training time of this process in seconds after which the run is paused, or None.
         self.pause_seconds: float | None = None
-        self._started = 0.0
+        self._started = self._evaluation_started = 0.0
+        #: Time of the last evaluation in seconds.
+        self.evaluation_seconds = 0.0
         #: The epoch after which training stopped early, or None.
         self.stopped: int | None = None
         #: The recorded metrics of the last epoch.
@@ -118,7 +121,16 @@ class Recorder(L.Callback):
         if trainer.is_global_zero:
             self.metrics.rewind(trainer.global_step)
         if self.pause_at is not None and trainer.global_step >= self.pause_at:
-            raise Paused
+            if self.row.get("step") == trainer.global_step:  # the run was already paused after this step
+                raise Paused
+            known = f"greater than {trainer.global_step}, the number of steps so far"
+            raise SettingError("pause_at", self.pause_at, known)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._evaluation_started = time.monotonic()
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.evaluation_seconds = time.monotonic() - self._evaluation_started
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
