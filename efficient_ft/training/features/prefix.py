@@ -232,9 +232,8 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     shown = {Form.FP32: "unchanged"} if dtype is not None else {}
     times = ", ".join(f"{format_seconds(value)} ({shown.get(Form(form), form)})" for form, value in seconds.items())
     say(
-        f"trainer.prefix=auto selected '{shown.get(prefix.form, prefix.form)}' for the frozen prefix (up to"
-        f" {prefix.end}). The features deviate from fp32 by {format_percent(deviation[prefix.form])}."
-        f" Times for a batch of {len(batch)}: {times}."
+        f"trainer.prefix=auto: '{shown.get(prefix.form, prefix.form)}' up to {prefix.end}. Features deviate from fp32"
+        f" by {format_percent(deviation[prefix.form])}. Times for {len(batch)}: {times}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 
