@@ -46,7 +46,7 @@ OF_A_SEARCH = ("memory", "time", "steps")
 #: Settings of all runs of a search, which the user can change. They are the settings of the studies from which the
 #: recipes and learning rates are taken.
 COMMON = ("recipe=none", "optim=adam", "optim.head_lr_mult=10", "optim.warmup_steps=20", "data.batch_size=32",
-          "data.eval_batch_size=128", "data.val_fraction=0.2", "trainer.cache_features=auto")  # fmt: skip
+          "data.val_fraction=0.2", "trainer.cache_features=auto")  # fmt: skip
 #: Augmentation in the studies of images, which is used if no setting of data.augment is given.
 CROPS = "data.augment.scale=[0.25,1.0]"
 #: Settings that the search determines. No search reaches the number of epochs.
@@ -169,8 +169,9 @@ def _propose(runs: Sequence[str], memory_bytes: int, count: int, seconds: float)
     """Propose arms in a separate process, so that this process remains small."""
     from efficient_ft.search.state import Proposed
 
+    # The output is not shown, because this process reports errors.
     words = ["auto", *runs, "--propose", str(memory_bytes), str(count), str(seconds)]
-    ended = processes.run([*_PROGRAM, *words])
+    ended = processes.run([*_PROGRAM, *words], {})
     if ended.results is None:
         raise UserError(ended.failure or "The process that proposes recipes returned no result.")
     return Proposed.model_validate(ended.results)
