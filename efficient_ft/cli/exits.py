@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from efficient_ft.cli.stopping import leave_in_peace, signals_first
 from efficient_ft.cli.streams import discard_output
-from efficient_ft.core.errors import DivergedError, TerminatedRun, UserError, on_command_line
+from efficient_ft.core.errors import DivergedError, MemoryLimitError, TerminatedRun, UserError, on_command_line
 from efficient_ft.core.terminal import show, unwritable
 from efficient_ft.core.text import plain_text
 from efficient_ft.record.files import json_text
@@ -43,7 +43,8 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
     text = plain_text(str(error))
     discard_output()
     show(text, sys.stderr)
-    report_outcome(reason=text.splitlines()[0], diverged=isinstance(error, DivergedError))
+    kind = {"diverged": isinstance(error, DivergedError), "exceeded": isinstance(error, MemoryLimitError)}
+    report_outcome(reason=text.splitlines()[0], **kind)
     raise SystemExit(status)
 
 

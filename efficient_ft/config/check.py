@@ -152,8 +152,8 @@ def _check_together(config: Config) -> None:
     _check_batch_size(config)
     if trainer.cache_features == "on":
         check_stored_features(config)
-    if isinstance(config.pause_at, str):
-        parse_seconds("pause_at", config.pause_at)
+    if config.pause_at is not None:
+        _check_pause(config.pause_at)
     if config.job_timeout is not None:
         parse_seconds("job_timeout", config.job_timeout, plain=True)
     parse_bytes("trainer.cache_limit", trainer.cache_limit)
@@ -164,6 +164,21 @@ def _check_together(config: Config) -> None:
         raise SettingError("trainer.weight_dtype", "bf16", f"fp32 with trainer.precision={trainer.precision}", do)
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
+
+
+def _check_pause(value: int | str) -> None:
+    """Raise a SettingError if `pause_at` is neither a number of steps nor a time."""
+    try:
+        if isinstance(value, str):
+            parse_seconds("pause_at", value)
+        elif value >= 1:
+            return
+    except SettingError:
+        value = str(value)
+    else:
+        if isinstance(value, str):
+            return
+    raise SettingError("pause_at", value, "a number of optimizer steps >= 1, or a time (for example, 30min)")
 
 
 def _check_batch_size(config: Config) -> None:

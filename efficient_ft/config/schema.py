@@ -370,7 +370,7 @@ class Config(Section):
     #: Number of optimizer steps after which the run evaluates the network, saves a checkpoint and stops, or the
     #: training time of this process with a unit (90s, 30min). The same command without this setting or with a larger
     #: number of steps continues the run.
-    pause_at: Count | str | None = None
+    pause_at: Annotated[int, Field(strict=True)] | str | None = None
     #: Published accuracy of this run as a fraction, for the logger's summary.
     published: Annotated[float, Field(ge=0, le=1)] | None = None
     #: Number of jobs of a sweep (-m) that run at the same time.

@@ -21,6 +21,10 @@ class DivergedError(UserError):
     """Error for a non-finite loss or non-finite weights. A study records this error as a result of the settings."""
 
 
+class MemoryLimitError(UserError):
+    """Error for a run that needs more memory than its budget or the device allows."""
+
+
 class SettingError(UserError):
     """Error for an invalid value of a setting, with the message "<setting> must be <constraint>, got <value>."
 

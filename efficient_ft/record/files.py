@@ -9,7 +9,11 @@ from typing import Any
 
 from efficient_ft.core.files import open_file, refuse_link, write_atomically, write_text_atomically
 
-__all__ = ["json_text", "open_file", "refuse_link", "write_atomically", "write_text_atomically"]
+#: Name of the file that a process locks while it writes to a folder. The operating system releases the lock when that
+#: process ends.
+LOCK = ".lock"
+
+__all__ = ["LOCK", "json_text", "open_file", "refuse_link", "write_atomically", "write_text_atomically"]
 
 
 def json_text(value: Any, indent: int | None = None) -> str:

@@ -180,6 +180,6 @@ def _more_time(best: Arm, form: partial[str]) -> str:
     text = (
         f"With a constant learning rate, the validation metric of the best recipe changed from {form(before.value)}"
         f" after {format_seconds(before.trained)} of training to {form(last.value)} after"
-        f" {format_seconds(last.trained)}. A further increase of the time by the same factor usually adds less."
+        f" {format_seconds(last.trained)}."
     )
     return f"<p>{escape(text)}</p>"

@@ -25,7 +25,7 @@ from efficient_ft.planning.plan import Limits
 from efficient_ft.planning.planner import Configure, Planner, start_planning
 from efficient_ft.planning.prior import Studied, closeness, network_kind, studied, weighted_mean
 from efficient_ft.search.state import Arm, Data, Proposed
-from efficient_ft.training.datamodule import run_length
+from efficient_ft.training.datamodule import refuse_unusable, run_length, summaries, summary_text
 from efficient_ft.training.kinds.base import only
 from efficient_ft.training.kinds.registry import kind_of
 
@@ -69,11 +69,13 @@ def propose(
     count: int,
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> Proposed:
     """Return up to `count` arms for the run that `settings` describe.
 
     Recipes are examined in the order of their accuracy in similar studies until `seconds` are over. The baselines
-    (`BASELINES`) are examined early.
+    (`BASELINES`) are examined early. `say` is called with a description of each step, and `show` with a summary of the
+    data.
 
     Raises:
         UserError: If the data cannot be used, or if no recipe fits `memory_bytes`.
@@ -85,7 +87,7 @@ def propose(
     if steps is None:
         missing = [text for text in kind_of(planner.base).missing(planner.base) if text is not None]
         raise UserError(missing[0])
-    data = _data(planner.base)
+    data = _data(planner.base, show)
     kind, size = network_kind(planner.counter.network()), factory.input_of(planner.base.model).size[0]
     families = _ordered(list(families_for(planner.base.task, kind, size, planner.counter.blocks)))
     found: list[tuple[Family, Option]] = []
@@ -231,10 +233,19 @@ def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
     )
 
 
-def _data(config: Config) -> Data:
-    """Return the sizes of the data. Raise SettingError if there are no validation samples."""
-    opened = kind_of(config).open(config, factory.input_of(config.model))
+def _data(config: Config, show: Callable[[str], None]) -> Data:
+    """Return the sizes of the data. Raise SettingError if there are no validation samples.
+
+    The data are inspected and the weights are loaded, and `show` is called with the summary of the data. All training
+    processes read the data and the weights in the same way, but they write their output to files.
+    """
+    kind = kind_of(config)
+    opened = kind.open(config, factory.input_of(config.model))
     data = only(opened)
+    understood = summaries(opened)
+    show(summary_text(understood))
+    refuse_unusable(config, understood)
+    kind.network(config.model, opened.num_classes)
     epochs, steps = run_length(config, opened, 1)
     sizes = {split: data.splits.get(split, 0) for split in ("train", "val", "test")}
     if not sizes["val"]:

@@ -20,8 +20,9 @@ from filelock import FileLock, Timeout
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_metric, format_seconds
+from efficient_ft.record.files import LOCK
 from efficient_ft.search.halving import overhead, ranked, rate, rungs
-from efficient_ft.search.state import Arm, Final, Proposed, Running, SearchState, Slice, read_state, write_state
+from efficient_ft.search.state import NAME, Arm, Final, Proposed, Running, SearchState, Slice, read_state, write_state
 
 #: Fractions of the budget for the proposals and for the race. The remaining budget is for the best recipe.
 PROPOSING, RACING = 0.08, 0.42
@@ -34,8 +35,6 @@ FEWEST, MOST, FIRST = 3, 12, 20.0
 LOADING = 3.0
 #: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
 FINISHING = 12.0
-#: Name of the file that a search and a training run lock. See `training.output.folder`.
-LOCK = ".lock"
 #: Maximum time in seconds for which a search waits for a process of an earlier search that was killed.
 WAIT = 600.0
 #: Beginning of `Arm.stopped` for an arm whose process failed.
@@ -116,8 +115,16 @@ class Search:
             return state
         with self._locked():
             self._resume()
+            if state.final is None:
+                for arm in state.arms:
+                    if arm.retried:
+                        arm.stopped, arm.retried = None, False
             if not state.arms:
-                self._propose()
+                try:
+                    self._propose()
+                except UserError:
+                    (self.folder / NAME).unlink(missing_ok=True)  # nothing has been trained
+                    raise
             while not state.finished:
                 if state.final is not None:
                     self._finish()
@@ -319,7 +326,7 @@ class Search:
         ended = self.run_slice([*arm.arguments, *more, f"hydra.run.dir='{quoted}'"], self._log(arm))
         taken = self.clock() - began
         if ended.results is None:
-            arm.stopped = f"{FAILED}{ended.failure or 'it returned no result'}"
+            arm.stopped, arm.retried = f"{FAILED}{ended.failure or 'it returned no result'}", not ended.own
             self.state.running = None
             self._save()
             self.say(f"{arm.name} {arm.stopped}")
@@ -369,6 +376,7 @@ class Search:
         final.metric, final.value, final.test = self._metric, accuracy["best"], accuracy.get("test")
         final.peak_bytes = ended.results.get("memory", {}).get("peak_bytes")
         final.trained = ended.results.get("totals", {}).get("seconds")
+        final.selected = _selected(ended.results)
         state.running = None
         final.seconds = 0.0  # the run is finished, and its steps count
         final.seconds = self.elapsed
@@ -379,7 +387,7 @@ class Search:
         state = self.state
         others = [one for one in state.arms if one is not arm and one.slices and _lost(one)]
         if not own or not others:
-            reason, arm.stopped = arm.stopped, None
+            reason, arm.stopped, arm.retried = arm.stopped, None, False
             self._save()
             raise UserError(f"The training of {arm.name} {reason}. The log is {self._log(arm)}.")
         state.final = None
@@ -395,6 +403,13 @@ class Search:
         # With stored features, evaluations during training are shorter than the final evaluation of the whole network.
         slowest = max((one.evaluated for arm in self.state.arms for one in arm.slices), default=0.0)
         return FINISHING + slowest * (data.val + data.test) / data.val
+
+
+def _selected(results: dict[str, Any]) -> list[str]:
+    """Return the settings whose values a run selected by measuring times, so that another run uses the same values."""
+    precision, prefix = results.get("environment", {}).get("precision"), results.get("prefix")
+    found = [] if precision is None else [f"trainer.precision={precision}"]
+    return found if prefix is None else [*found, f"trainer.prefix={prefix['form']}"]
 
 
 def _lost(arm: Arm) -> bool:

@@ -62,6 +62,7 @@ class Arm(_Strict):
         needed_bytes: memory budget that the recipe needs.
         slices: finished slices of training.
         stopped: the reason why the search no longer trains the arm, or None.
+        retried: True if the recipe is not the cause of its failure. A repeated command then tries the arm again.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Arm(_Strict):
     needed_bytes: int
     slices: list[Slice] = Field(default_factory=list)
     stopped: str | None = None
+    retried: bool = False
 
     @property
     def step(self) -> int:
@@ -118,7 +120,8 @@ class Final(_Strict):
 
     `steps` and `decay` are 0 until the decrease of the learning rate is planned. The results are None until the run is
     finished: the validation metric (`value`), the test metric (`test`), the used budget (`seconds`), the training time
-    of the run in seconds (`trained`), and the peak memory of the process (`peak_bytes`).
+    of the run in seconds (`trained`), the peak memory of the process (`peak_bytes`), and the settings whose values the
+    run selected by measuring times (`selected`).
     """
 
     arm: str
@@ -130,6 +133,7 @@ class Final(_Strict):
     seconds: float | None = None
     trained: float | None = None
     peak_bytes: int | None = None
+    selected: list[str] = Field(default_factory=list)
 
 
 class SearchState(_Strict):

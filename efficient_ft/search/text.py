@@ -18,8 +18,10 @@ def command_of(state: SearchState) -> list[str]:
     assert state.final is not None
     arm = state.arm(state.final.arm)
     length = [f"trainer.max_steps={state.final.steps}", f"optim.decay_steps={state.final.decay}"]
-    words = [word for word in arm.arguments if not word.startswith(("cost.", "trainer.progress="))]
-    return ["efficient-ft", *words, *length]
+    selected = state.final.selected
+    left_out = ("cost.", "trainer.progress=", "resume=", *(f"{word.partition('=')[0]}=" for word in selected))
+    words = [word for word in arm.arguments if not word.startswith(left_out)]
+    return ["efficient-ft", *words, *selected, *length]
 
 
 def standard_error(value: float, samples: int) -> float:

@@ -11,6 +11,7 @@ import pytest
 from efficient_ft.cli.commands.auto import auto, main
 from efficient_ft.core.errors import UserError
 from efficient_ft.search.state import read_state
+from efficient_ft.search.text import command_of
 from tests.training.runs import rows_of
 
 MISTAKES = {
@@ -33,14 +34,13 @@ MISTAKES = {
     "memory=2GB time=5m optim.warmup_steps=null": r"optim\.warmup_steps must be an integer in a search, got null",
     "memory=2GB time=5m data.val_fraction=0": r"data\.val_fraction must be a fraction > 0 in a search",
     "memory=2GB time=5m data.select_best_on=test": r"data\.select_best_on must be val in a search",
+    "memory=2GB time=5m data=folder data.root=nowhere": r"data\.root must be a folder of images, got nowhere",
     "memory=2GB time=5m optim.learning_rate=1": r"optim\.learning_rate",
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
-def test_mistakes_are_reported_before_a_folder_is_written(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_leave_no_folder(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match=MISTAKES[words]):
         main(words.split())
@@ -56,6 +56,10 @@ def test_a_search_finds_a_model_and_its_command_repeats_it(
     settings = ["model=vit_digits", "data.num_workers=0"]
     lines: list[str] = []
     state = auto(*settings, memory="4GB", steps=240, say=lines.append)
+    text = "\n".join(lines)
+    assert "Settings of all runs: recipe=none optim=adam" in text
+    assert "data: digits, classification, 10 classes" in text
+    assert "vit_digits starts from RANDOM weights" in text
     assert state.final is not None
     assert state.final.test is not None
     arm = state.arm(state.final.arm)
@@ -80,8 +84,7 @@ def test_a_search_finds_a_model_and_its_command_repeats_it(
 
     from efficient_ft.cli.hydra import processes
 
-    length = [f"trainer.max_steps={state.final.steps}", f"optim.decay_steps={state.final.decay}"]
-    words = [*arm.arguments, *length, "hydra.run.dir=alone"]
+    words = [*command_of(state)[1:], "hydra.run.dir=alone"]
     assert processes.run([sys.executable, "-m", "efficient_ft", *words], {}, tmp_path / "log").failure is None
     first, second = load_file(run / "model.safetensors"), load_file("alone/model.safetensors")
     assert all(first[name].equal(second[name]) for name in first)

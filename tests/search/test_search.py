@@ -98,7 +98,8 @@ class Machine:
             return Ended({"paused": {"step": until, **done}})
         self.now += 8 + EVALUATION * DATA.test / DATA.val
         results = {"accuracy": {"best": value + 0.02, "test": value + 0.01}, "memory": {"peak_bytes": 10**9}}
-        return Ended({**results, "totals": {"seconds": self.trained[name]}})
+        selected = {"environment": {"precision": "bf16"}, "prefix": {"form": "folded"}}
+        return Ended({**results, **selected, "totals": {"seconds": self.trained[name]}})
 
     def _train(self, name: str, steps: int, step: float) -> None:
         self.steps[name] = self.steps.get(name, 0) + steps
@@ -259,6 +260,39 @@ def test_a_failure_that_is_not_caused_by_the_recipe_ends_the_search_until_it_is_
         search(tmp_path, machine).run()
     machine.run_slice = run_slice  # type: ignore[method-assign]
     assert search(tmp_path, machine).run().finished
+
+
+def test_a_repeated_search_tries_a_recipe_again_that_did_not_cause_its_failure(tmp_path: Path) -> None:
+    machine = Machine()
+    run_slice, calls = machine.run_slice, 0
+
+    def failing(arguments: Sequence[str], log: Path) -> Ended:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KilledError
+        return Ended(None, "No space left on device") if calls == 1 else run_slice(arguments, log)
+
+    machine.run_slice = failing  # type: ignore[method-assign]
+    with pytest.raises(KilledError):
+        search(tmp_path, machine).run()
+    found = read_state(tmp_path)
+    assert found is not None
+    assert found.arm("stack").stopped == "failed: No space left on device"
+    machine.run_slice = run_slice  # type: ignore[method-assign]
+    state = search(tmp_path, machine).run()
+    assert state.finished
+    assert state.arm("stack").slices
+
+
+def test_the_command_names_what_the_run_selected(tmp_path: Path) -> None:
+    state = search(tmp_path, Machine()).run()
+    assert state.final is not None
+    assert state.final.selected == ["trainer.precision=bf16", "trainer.prefix=folded"]
+    state.arm(state.final.arm).arguments += ["trainer.prefix=auto", "resume=auto", "cost.steps=1"]
+    words = command_of(state)
+    assert words[-4:-2] == state.final.selected
+    assert not {"trainer.prefix=auto", "resume=auto", "cost.steps=1"} & set(words)
 
 
 def test_a_run_that_ends_by_itself_leaves_the_race(tmp_path: Path) -> None:

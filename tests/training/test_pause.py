@@ -103,6 +103,13 @@ def test_a_finished_run_keeps_its_length(tmp_path: Path) -> None:
         run(check(plain_config(**CONSTANT, trainer__max_steps=16)), tmp_path / "run")
 
 
+@pytest.mark.parametrize("value", [0, -3, "soon", "30"])
+def test_a_pause_is_a_number_of_steps_or_a_time(value: int | str) -> None:
+    allowed = r"pause_at must be a number of optimizer steps >= 1, or a time \(for example, 30min\), got"
+    with pytest.raises(SettingError, match=allowed):
+        check(plain_config(pause_at=value))
+
+
 def test_a_decay_requires_a_constant_schedule() -> None:
     with pytest.raises(SettingError, match=r"optim\.decay_steps must be null with optim\.schedule=cosine, got 5"):
         check(plain_config(optim__decay_steps=5))

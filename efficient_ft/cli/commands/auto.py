@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 from efficient_ft.cli.exits import report_outcome
 from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.compose import configured
+from efficient_ft.cli.hydra.output_folder import leaving_nothing
 from efficient_ft.cli.hydra.rows import check_settings, key_of, merged
 from efficient_ft.cli.terminal import Help
-from efficient_ft.config import image_folders
+from efficient_ft.config import Config, image_folders
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.terminal import show, shown_path
+from efficient_ft.core.terminal import show, shown_path, start_console
 from efficient_ft.core.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
@@ -120,6 +121,41 @@ def auto(
     texts = configured(merged(*COMMON, *settings)).data.text is not None
     runs = merged(*COMMON, *([] if augmented or texts else [CROPS]), *settings, *OWN, f"memory={memory}")
     config = configured(runs)
+    _check(config)
+    asked = [*settings, f"memory={memory}", f"time={time}" if time is not None else f"steps={steps}"]
+    if folder is None:
+        data = re.sub(
+            r"[^\w.+-]+", "_", Path(image_folders(config)[0]).name if image_folders(config) else config.data.name
+        )
+        code = hashlib.sha256(json.dumps(sorted(asked)).encode()).hexdigest()[:8]
+        folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", config.model.name), code)
+
+    def propose(count: int, seconds: float) -> Proposed:
+        return _propose(runs, memory_bytes, count, seconds, say)
+
+    unit = "steps" if time is None else "seconds"
+    folder.mkdir(parents=True, exist_ok=True)
+    with leaving_nothing(folder):
+        search = open_search(folder, asked, memory_bytes, budget, unit, propose, _run_slice, say)
+        say(f"Search in {shown_path(folder)}. The same command continues an interrupted search.")
+        say(f"Settings of all runs: {' '.join(_shared(runs))}")
+        state = search.run()
+    page = processes.run([*_PROGRAM, "report", str(folder)], {}, folder / "report.log")
+    say("\n" + result_text(state, folder))
+    if page.failure is None:
+        say(f"Report: {shown_path(folder / 'report' / 'report.html')}")
+    else:
+        say(f"The report was not written: {page.failure}")
+    return state
+
+
+def _shared(runs: Sequence[str]) -> list[str]:
+    """Return the settings of all runs of a search, without settings that have no effect on the results."""
+    return [word for word in runs if not word.startswith(("cost.", "trainer.progress=", "resume="))]
+
+
+def _check(config: Config) -> None:
+    """Raise a SettingError for settings of the runs that a search does not support."""
     if config.optim.name == "sgd":
         do = "The learning rates come from studies with Adam."
         raise SettingError("optim", "sgd", "adam or adamw in a search", do)
@@ -135,28 +171,6 @@ def auto(
     if config.data.val_fraction == 0:
         known = "a fraction > 0 in a search"
         raise SettingError("data.val_fraction", 0, known, "Recipes are compared on validation images.")
-    asked = [*settings, f"memory={memory}", f"time={time}" if time is not None else f"steps={steps}"]
-    if folder is None:
-        data = re.sub(
-            r"[^\w.+-]+", "_", Path(image_folders(config)[0]).name if image_folders(config) else config.data.name
-        )
-        code = hashlib.sha256(json.dumps(sorted(asked)).encode()).hexdigest()[:8]
-        folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", config.model.name), code)
-
-    def propose(count: int, seconds: float) -> Proposed:
-        return _propose(runs, memory_bytes, count, seconds)
-
-    unit = "steps" if time is None else "seconds"
-    search = open_search(folder, asked, memory_bytes, budget, unit, propose, _run_slice, say)
-    say(f"Search in {shown_path(folder)}. The same command continues an interrupted search.")
-    state = search.run()
-    page = processes.run([*_PROGRAM, "report", str(folder)], {}, folder / "report.log")
-    say("\n" + result_text(state, folder))
-    if page.failure is None:
-        say(f"Report: {shown_path(folder / 'report' / 'report.html')}")
-    else:
-        say(f"The report was not written: {page.failure}")
-    return state
 
 
 def _steps(value: int | str | None) -> float:
@@ -165,15 +179,17 @@ def _steps(value: int | str | None) -> float:
     return float(str(value))
 
 
-def _propose(runs: Sequence[str], memory_bytes: int, count: int, seconds: float) -> Proposed:
-    """Propose arms in a separate process, so that this process remains small."""
+def _propose(
+    runs: Sequence[str], memory_bytes: int, count: int, seconds: float, say: Callable[[str], None]
+) -> Proposed:
+    """Propose arms in a separate process, so that this process remains small. `say` prints what that process prints."""
     from efficient_ft.search.state import Proposed
 
-    # The output is not shown, because this process reports errors.
     words = ["auto", *runs, "--propose", str(memory_bytes), str(count), str(seconds)]
     ended = processes.run([*_PROGRAM, *words], {})
     if ended.results is None:
         raise UserError(ended.failure or "The process that proposes recipes returned no result.")
+    say(ended.printed.rstrip())
     return Proposed.model_validate(ended.results)
 
 
@@ -186,7 +202,8 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
     use_allocator(allocator)
     from efficient_ft.search.arms import propose
 
-    found = propose(runs, configured, int(memory_bytes), int(count), seconds)
+    start_console(False)
+    found = propose(runs, configured, int(memory_bytes), int(count), seconds, show=show)
     report_outcome(results=found.model_dump(mode="json"))
 
 
@@ -194,5 +211,4 @@ def _run_slice(arguments: Sequence[str], log: Path) -> Ended:
     from efficient_ft.search.search import Ended
 
     ended = processes.run([*_PROGRAM, *arguments], {}, log)
-    failure = ended.failure or ""
-    return Ended(ended.results, failure, ended.diverged or "memory" in failure)
+    return Ended(ended.results, ended.failure or "", ended.diverged or ended.exceeded)

@@ -34,13 +34,14 @@ class Ended:
     """The outcome of a process: its results, or the reason for its failure in one line.
 
     `printed` is the output of the process if it was neither shown nor written to a file. `diverged` is True if the
-    process failed because its loss was not finite.
+    process failed because its loss was not finite. `exceeded` is True if the process needed too much memory.
     """
 
     results: dict[str, Any] | None
     failure: str | None
     printed: str = ""
     diverged: bool = False
+    exceeded: bool = False
 
 
 def run(
@@ -96,7 +97,8 @@ def run(
     if late:
         return Ended(None, late, shown)
     if "reason" in outcome:
-        return Ended(None, outcome["reason"], shown, outcome.get("diverged", False))
+        diverged, exceeded = outcome.get("diverged", False), outcome.get("exceeded", False)
+        return Ended(None, outcome["reason"], shown, diverged, exceeded)
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
         return Ended(None, f"killed by {name}" + (", probably for lack of memory" if name == "SIGKILL" else ""), shown)

@@ -20,7 +20,7 @@ from torch import nn
 
 from efficient_ft.config import Config
 from efficient_ft.core.allocator import allocator_in_use
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import MemoryLimitError, UserError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import (
     memory_limit_bytes,
@@ -267,7 +267,7 @@ def require_within_budget(
     if predicted.peak_bytes > budget:
         own = format_bytes(predicted.base_bytes)
         base = f" The interpreter and its libraries use {own} of this memory." if on_cpu else ""
-        raise UserError(
+        raise MemoryLimitError(
             f"memory={config.memory} ({format_bytes(budget)}): the run would take about"
             f" {format_bytes(predicted.peak_bytes)} of memory.{base} The run needs the most memory for"
             f" {predicted.phase}{_decided_by(config, predicted.phase)}. {_what_fits(config, predictor, budget)}"

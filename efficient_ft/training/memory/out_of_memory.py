@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 import torch
 
 from efficient_ft.config import Config
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import MemoryLimitError, UserError
 from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes, room_bytes
 from efficient_ft.core.units import parse_bytes
@@ -65,7 +65,7 @@ def out_of_memory(config: Config) -> Iterator[None]:
     where = {"cpu": "the CPU", "mps": "Apple's GPU"}.get(device.type, str(device))
     if device.type == "cuda":
         where = f"the GPU ({torch.cuda.get_device_name(device)})"
-    raise UserError(
+    raise MemoryLimitError(
         f"Out of memory on {where}: {'' if asked is None else f'the run tried to allocate {format_bytes(asked)}, and '}"
         f"{format_bytes(free)} of memory is free. The memory of a step depends on data.batch_size={data.batch_size},"
         f" model.image_size ({shape}) and method={'+'.join(config.method)}. The memory of evaluation depends on"

@@ -19,7 +19,7 @@ import psutil
 import torch
 
 from efficient_ft.config import Config
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import MemoryLimitError
 from efficient_ft.core.format import format_bytes
 from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.core.units import parse_bytes
@@ -99,11 +99,11 @@ def stop_from_now_on(config: Config) -> None:
         watch.armed = True
 
 
-def _passed(config: Config, size: int, how: str) -> UserError:
+def _passed(config: Config, size: int, how: str) -> MemoryLimitError:
     again = "the same command continues from the last checkpoint"
     if config.data.automatic:
         again = "data.batch_size=auto starts a new run, because the budget determines the batch size"
-    return UserError(
+    return MemoryLimitError(
         f"memory={config.memory} ({format_bytes(budget_of(config) or 0)}): the run was stopped, because"
         f" {format_bytes(size)} of memory was {how}. With a larger memory budget, {again}. To find recipes that need"
         f" less memory, run efficient-ft plan with the same model, data, and memory={config.memory}."

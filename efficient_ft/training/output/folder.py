@@ -22,15 +22,13 @@ from efficient_ft.core.parsing import parse_json
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.data.contents import Contents
 from efficient_ft.record import config_file, predictions, results, step_stats
-from efficient_ft.record.files import write_text_atomically
+from efficient_ft.record.files import LOCK, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN
 from efficient_ft.record.results import flatten
 from efficient_ft.training import precision
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.output.console import rank, say
 
-#: Name of the file that the training process locks. The operating system releases the lock when that process ends.
-LOCK = ".lock"
 #: Name of the file with the digest of the data (`data.listing.Listing.digest`). Multiple digests are joined with "+".
 IMAGES = "images"
 #: Name of the file with hashes of the data and weights at the start of a run (`data.contents.Contents.record`).
