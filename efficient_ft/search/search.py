@@ -31,6 +31,8 @@ PROPOSING, RACING = 0.08, 0.42
 CONSTANT, LEAST_CONSTANT = 0.55, 60.0
 #: Smallest and largest number of arms, and the time in seconds that the first slice of an arm should have.
 FEWEST, MOST, FIRST = 3, 12, 20.0
+#: The first slice of an arm should have this number of steps if the budget is a number of steps, and smallest budget.
+FIRST_STEPS, LEAST_STEPS = 40, 100
 #: Assumed time in seconds in which a process loads the network and the data, before a slice was measured.
 LOADING = 3.0
 #: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
@@ -213,10 +215,8 @@ class Search:
 
     def _count(self) -> int:
         """Return the number of arms for which the first slices have a sensible length."""
-        if self.state.unit == "steps":
-            return MOST
-        first = RACING * self.state.budget / 2
-        return max(FEWEST, min(MOST, int(first / (2 * LOADING + FIRST))))
+        first = FIRST_STEPS if self.state.unit == "steps" else 2 * LOADING + FIRST
+        return max(FEWEST, min(MOST, int(RACING * self.state.budget / 2 / first)))
 
     def _race(self) -> bool:
         """Train the next arm of the current round for one slice. Return False if the race is decided."""
@@ -436,6 +436,9 @@ def open_search(
     if unit == "seconds" and budget < 60:
         do = "A process needs several seconds to start, and several recipes are compared."
         raise SettingError("time", format_seconds(budget), "at least 1min", do)
+    if unit == "steps" and budget < LEAST_STEPS:
+        do = "Several recipes are compared, and each must train longer than its warm-up."
+        raise SettingError("steps", int(budget), f"at least {LEAST_STEPS}", do)
     state = read_state(folder)
     if state is None:
         folder.mkdir(parents=True, exist_ok=True)
