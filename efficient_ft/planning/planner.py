@@ -290,10 +290,10 @@ class Planner:
     def bound(self, option: Option) -> int:
         """Return the budget that an option needs: its peak plus a margin, and at least the predicted peak."""
         margin = max(MARGIN, self.excess * TRIAL_MARGIN) if option.measured_bytes is None else TRIAL_MARGIN
-        return max(round(option.peak_bytes + (margin - 1) * self._growth(option)), option.process_bytes)
+        return max(round(option.peak_bytes + (margin - 1) * self.growth_bytes(option)), option.process_bytes)
 
-    def _growth(self, option: Option) -> int:
-        """Return the growth of the process memory in a step, without the model and the batch."""
+    def growth_bytes(self, option: Option) -> int:
+        """Return the predicted growth of the process memory in a step, without the model and the batch."""
         return option.peak_bytes - self.base_bytes - option.counted.resident_bytes
 
     def fits(self, option: Option) -> bool:
@@ -378,7 +378,7 @@ class Planner:
             options = [tried if option == best else option for option in options]
             if self.fits(tried):
                 return tried.name, options, refused
-            self.excess = max(self.excess, self._growth(tried) / self._growth(best))
+            self.excess = max(self.excess, self.growth_bytes(tried) / self.growth_bytes(best))
             over = [option for option in options if not self.fits(option)]
             refused += [self.above_budget(option) for option in over]
             options = [option for option in options if option not in over]

@@ -19,7 +19,7 @@ from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
-from efficient_ft.planning.candidates import Candidate
+from efficient_ft.planning.candidates import Candidate, split
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.plan import Limits
 from efficient_ft.planning.planner import Configure, Planner, start_planning
@@ -35,6 +35,8 @@ BASELINES = (("full",), ("head",), ("full", "lora"))
 _MEMORY = ("mesa", "compact", "low_bit", "checkpointing")
 #: Fraction of the memory budget that a recipe may need according to its prediction.
 _ROOM = 0.95
+#: Size of the smallest micro-batch of a recipe with accumulated gradients. Smaller micro-batches take more time.
+_MICRO_BATCH = 4
 #: Maximum difference of the losses of accuracy of two variants in percentage points.
 _SAME = 2.0
 #: Factor between two learning rates of the same recipe.
@@ -92,28 +94,31 @@ def propose(
     families = _ordered(list(families_for(planner.base.task, kind, size, planner.counter.blocks)))
     found: list[tuple[Family, Option]] = []
     refused: dict[str, str] = {}
-    smallest: Option | None = None
+    counted: list[Option] = []
+
+    def examine(candidate: Candidate) -> Option | None:
+        """Count a recipe, or return None if it cannot be used."""
+        say(f"counting the recipe {candidate.name}")
+        try:
+            # A run that is continued needs more memory than a new run, because it reads a checkpoint.
+            option = planner.option(candidate, resumed=True)
+        except UserError as error:
+            refused[candidate.name] = first_line(error)
+            return None
+        counted.append(option)
+        if not planner.fits(option):
+            refused[candidate.name] = f"needs memory={bytes_setting(round(planner.bound(option) / _ROOM))}"
+        return option
+
     for family in families:
         late = time.perf_counter() > end and (found or family.methods != ("head",))
         if len(found) >= count or late:
             continue
-        for row in family.rows:
-            candidate = _candidate(row)
-            say(f"counting the recipe {candidate.name}")
-            try:
-                # A run that is continued needs more memory than a new run, because it reads a checkpoint.
-                option = planner.option(candidate, resumed=True)
-            except UserError as error:
-                refused[candidate.name] = first_line(error)
-                continue
-            if smallest is None or planner.bound(option) < planner.bound(smallest):
-                smallest = option
-            if planner.fits(option):
-                found.append((family, option))
-                break
-            refused[candidate.name] = f"needs memory={bytes_setting(round(planner.bound(option) / _ROOM))}"
+        option = _fitting(family, planner, examine)
+        if option is not None:
+            found.append((family, option))
     if not found:
-        _refuse(planner, memory_bytes, smallest, refused)
+        _refuse(planner, memory_bytes, counted, refused)
     arms = [_arm(planner, family, option, family.lr) for family, option in found]
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
         further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
@@ -170,6 +175,34 @@ def _ordered(families: Sequence[Family]) -> list[Family]:
     rest = sorted((one for one in families if one not in baselines), key=lambda one: one.points_lost)
     pairs = itertools.zip_longest(rest, baselines)
     return [one for pair in pairs for one in pair if one is not None]
+
+
+def _fitting(family: Family, planner: Planner, examine: Callable[[Candidate], Option | None]) -> Option | None:
+    """Return the recipe of a family that fits and takes the least time, or None if no recipe fits.
+
+    The order is: without a memory method, then with each memory method. If a recipe does not fit, the batch is split
+    into micro-batches, whose accumulated gradient equals the gradient of the batch.
+    """
+    for row in family.rows:
+        candidate = _candidate(row)
+        option = examine(candidate)
+        if option is None:
+            continue
+        if planner.fits(option):
+            return option
+        if planner.base.model.frozen_bn is not True:  # BatchNorm statistics depend on the micro-batch
+            continue
+        least, growth = planner.bound(option), planner.growth_bytes(option)
+        for parts in split(candidate, planner.base):
+            if planner.base.data.batch_size < _MICRO_BATCH * parts.micro_batches:
+                break
+            # At best, the growth is proportional to the micro-batch.
+            if least - growth * (1 - 1 / parts.micro_batches) > planner.memory_bytes:
+                continue
+            smaller = examine(parts)
+            if smaller is not None and planner.fits(smaller):
+                return smaller
+    return None
 
 
 def _for_blocks(row: Studied, blocks: int) -> tuple[str, ...] | None:
@@ -254,10 +287,11 @@ def _data(config: Config, show: Callable[[str], None]) -> Data:
     return Data(**sizes, epoch_steps=-(-steps // epochs))
 
 
-def _refuse(planner: Planner, memory_bytes: int, smallest: Option | None, refused: Mapping[str, str]) -> None:
-    if smallest is None:
+def _refuse(planner: Planner, memory_bytes: int, counted: Sequence[Option], refused: Mapping[str, str]) -> None:
+    if not counted:
         name, reason = next(iter(refused.items()))
         raise UserError(f"No recipe can be used with this model. {name}: {reason}")
+    smallest = min(counted, key=planner.bound)
     needed = round(planner.bound(smallest) / _ROOM)
     do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
     raise SettingError("memory", format_bytes(memory_bytes), f"at least {bytes_setting(needed)}", do)

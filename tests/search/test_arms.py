@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.core.errors import SettingError
 from efficient_ft.planning import prior
+from efficient_ft.planning.candidates import Candidate
 from efficient_ft.planning.prior import Studied, closeness, network_kind
 from efficient_ft.search import arms
-from efficient_ft.search.arms import families_for, propose
+from efficient_ft.search.arms import Family, _fitting, families_for, propose
 
 RUNS = ["model=vit_digits", "optim.schedule=constant", "optim.warmup_steps=5", "recipe=none", "data.val_fraction=0.2"]
 
@@ -98,6 +100,52 @@ def test_kinds_of_networks() -> None:
 
     kinds = {name: network_kind(timm.create_model(name)) for name in ("deit_tiny_patch16_224", "resnet18")}
     assert kinds == {"deit_tiny_patch16_224": "transformer", "resnet18": "convolutional"}
+
+
+class Sizes:
+    """A planner whose recipes need a fixed number of bytes, plus bytes that are proportional to the micro-batch."""
+
+    def __init__(self, memory_bytes: int, frozen_bn: bool = True) -> None:
+        self.memory_bytes, self.examined = memory_bytes, list[tuple[tuple[str, ...], int]]()
+        model, data = SimpleNamespace(frozen_bn=frozen_bn), SimpleNamespace(batch_size=32)
+        self.base = SimpleNamespace(model=model, data=data)
+
+    def examine(self, candidate: Candidate) -> SimpleNamespace | None:
+        self.examined.append((candidate.methods, candidate.micro_batches))
+        growth = {("full",): 3200, ("full", "mesa"): 1600}.get(candidate.methods)
+        return None if growth is None else SimpleNamespace(candidate=candidate, growth=growth / candidate.micro_batches)
+
+    def growth_bytes(self, option: SimpleNamespace) -> float:
+        return option.growth
+
+    def bound(self, option: SimpleNamespace) -> float:
+        return 1000 + option.growth
+
+    def fits(self, option: SimpleNamespace) -> bool:
+        return self.bound(option) <= self.memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "methods", "parts"),
+    [(4200, ("full",), 1), (2600, ("full",), 2), (1400, ("full",), 8), (1200, ("full", "mesa"), 8), (1190, None, 0)],
+)
+def test_a_batch_is_split_before_another_memory_method_is_used(
+    memory_bytes: int, methods: tuple[str, ...] | None, parts: int
+) -> None:
+    rows = (("method=full",), ("method=[full,compact]",), ("method=[full,mesa]",))
+    planner = Sizes(memory_bytes)
+    found = _fitting(Family(("full",), rows, 0.0, 1e-4, ""), planner, planner.examine)  # type: ignore[arg-type]
+    assert (None if found is None else (found.candidate.methods, found.candidate.micro_batches)) == (  # type: ignore[attr-defined]
+        None if methods is None else (methods, parts)
+    )
+    assert len(planner.examined) <= 5  # micro-batches that cannot fit are not counted
+
+
+def test_a_batch_is_not_split_if_batch_statistics_depend_on_it() -> None:
+    planner = Sizes(1700, frozen_bn=False)
+    rows = (("method=full",), ("method=[full,mesa]",))
+    assert _fitting(Family(("full",), rows, 0.0, 1e-4, ""), planner, planner.examine) is None  # type: ignore[arg-type]
+    assert planner.examined == [(("full",), 1), (("full", "mesa"), 1)]
 
 
 def test_recipes_that_fit_are_proposed_with_different_rates() -> None:
