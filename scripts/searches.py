@@ -49,13 +49,14 @@ NETWORKS = {
 IMAGES = {"caltech101": ("caltech101_128", 128), "cars49": ("cars49_224", 224), "cifar10": ("cifar10", 128)}
 #: Numbers of images of each class of CIFAR-10.
 CIFAR10 = {"train": 200, "test": 100}
+_SMALL = ["data.batch_size=8", "trainer.grad_accum_steps=4"]
 #: Recipes that a user would choose if memory is scarce.
 HAND = {
     "head": ["method=head"],
     "last_stage": ["method=last_stage"],
-    "full+checkpointing": ["method=[full,checkpointing]"],
-    "full+lora+mesa": ["method=[full,lora,mesa]"],
-    "norm_last": ["method=norm_last"],
+    "norm_last": ["method=norm_last", *_SMALL],
+    "full+lora": ["method=[full,lora]", "method.lora.targets=all", *_SMALL],
+    "full+checkpointing": ["method=[full,checkpointing]", *_SMALL],
 }
 RATES = ("1e-4", "1e-3", "1e-2")
 #: Time in seconds for which the step time of a recipe is measured.

@@ -106,17 +106,19 @@ def propose(
             refused[candidate.name] = first_line(error)
             return None
         counted.append(option)
-        if not planner.fits(option):
-            refused[candidate.name] = f"needs memory={bytes_setting(round(planner.bound(option) / _ROOM))}"
         return option
 
     for family in families:
         late = time.perf_counter() > end and (found or family.methods != ("head",))
         if len(found) >= count or late:
             continue
+        before = len(counted)
         option = _fitting(family, planner, examine)
         if option is not None:
             found.append((family, option))
+        elif counted[before:]:
+            least = min(counted[before:], key=planner.bound)
+            refused[least.name] = f"needs memory={_budget(planner, least)}"
     if not found:
         _refuse(planner, memory_bytes, counted, refused)
     arms = [_arm(planner, family, option, family.lr) for family, option in found]
@@ -292,6 +294,10 @@ def _refuse(planner: Planner, memory_bytes: int, counted: Sequence[Option], refu
         name, reason = next(iter(refused.items()))
         raise UserError(f"No recipe can be used with this model. {name}: {reason}")
     smallest = min(counted, key=planner.bound)
-    needed = round(planner.bound(smallest) / _ROOM)
     do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
-    raise SettingError("memory", format_bytes(memory_bytes), f"at least {bytes_setting(needed)}", do)
+    raise SettingError("memory", format_bytes(memory_bytes), f"at least {_budget(planner, smallest)}", do)
+
+
+def _budget(planner: Planner, option: Option) -> str:
+    """Return the memory budget of a search in which a recipe fits, as a value of ``memory``."""
+    return bytes_setting(round(planner.bound(option) / _ROOM))
