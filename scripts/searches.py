@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from efficient_ft.cli.commands.auto import COMMON, CROPS
 from efficient_ft.cli.hydra import processes
+from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.core.text import table
 from efficient_ft.record.environment import environment
 from efficient_ft.search.state import SearchState, read_state
@@ -238,7 +239,7 @@ def run(settings: Sequence[str], more: Sequence[str], place: Path) -> dict[str, 
     place.mkdir(parents=True, exist_ok=True)
     epochs = ["trainer.epochs=1000000", "trainer.progress=false", "cost.baseline=none", "cost.steps=1"]
     with tempfile.TemporaryDirectory(dir=place) as folder:
-        words = [*settings, *COMMON, CROPS, *more, *epochs, f"hydra.run.dir={folder}/run"]
+        words = [*merged(*settings, *COMMON, CROPS, *more, *epochs), f"hydra.run.dir={folder}/run"]
         ended = processes.run([sys.executable, "-m", "efficient_ft", *words], {}, place / "runs.log")
     if ended.results is None:
         raise RuntimeError(ended.failure or "the run returned no results")
