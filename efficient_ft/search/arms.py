@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from efficient_ft.config import Config
 from efficient_ft.config.schema import TASK_NAMES
 from efficient_ft.core.errors import SettingError, UserError, first_line
@@ -19,12 +21,14 @@ from efficient_ft.core.format import bytes_setting, format_bytes
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
+from efficient_ft.models.view import view
 from efficient_ft.planning.candidates import Candidate, split
 from efficient_ft.planning.options import Option
 from efficient_ft.planning.plan import Limits
 from efficient_ft.planning.planner import Configure, Planner, start_planning
 from efficient_ft.planning.prior import Studied, closeness, network_kind, studied, weighted_mean
 from efficient_ft.search.state import Arm, Data, Proposed
+from efficient_ft.search.transfer import methods_of, transferred
 from efficient_ft.training.datamodule import refuse_unusable, run_length, summaries, summary_text
 from efficient_ft.training.kinds.base import only
 from efficient_ft.training.kinds.registry import kind_of
@@ -90,8 +94,9 @@ def propose(
         missing = [text for text in kind_of(planner.base).missing(planner.base) if text is not None]
         raise UserError(missing[0])
     data = _data(planner.base, show)
-    kind, size = network_kind(planner.counter.network()), factory.input_of(planner.base.model).size[0]
-    families = _ordered(list(families_for(planner.base.task, kind, size, planner.counter.blocks)))
+    network = planner.counter.network()
+    kind, size, tokens = network_kind(network), factory.input_of(planner.base.model).size[0], _tokens(network)
+    families = _ordered(list(families_for(planner.base.task, kind, size, planner.counter.blocks, tokens)))
     found: list[tuple[Family, Option]] = []
     refused: dict[str, str] = {}
     counted: list[Option] = []
@@ -128,18 +133,26 @@ def propose(
     return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
 
 
-def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Family]:
-    """Yield the studied families for a network of a kind with an image size in pixels and a number of blocks.
+def families_for(task: str, kind: str, size: int, blocks: int, tokens: int | None) -> Iterator[Family]:
+    """Yield the studied families for a network.
 
-    If no study has the kind of task, the studies of classification are used.
+    Args:
+        task: kind of task.
+        kind: kind of the network (`planning.prior.network_kind`).
+        size: height of the images in pixels.
+        blocks: number of blocks.
+        tokens: number of patch tokens in the blocks, or None if the network has no token grid.
+
+    If no study has the kind of task, the studies of classification are used. Recipes that cannot be transferred to the
+    network are left out.
     """
     of_task = [one for one in studied() if one.task == task] or [one for one in studied() if one.task == TASK_NAMES[0]]
     rows: dict[tuple[str, ...], list[tuple[Studied, tuple[str, ...]]]] = {}
     for one in of_task:
-        arguments = _for_blocks(one, blocks)
+        arguments = transferred(one, blocks, tokens)
         if not one.pretrained or one.lr is None or arguments is None:
             continue
-        methods = _methods(arguments)
+        methods = methods_of(arguments)
         own = all(word.startswith("method") for word in arguments)
         if not own or any(_PUBLISHED.search(name) or name not in METHODS for name in methods):
             continue
@@ -167,7 +180,7 @@ def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Famil
         weighed = [(one, closeness(one, kind, size)) for one, arguments in of if arguments == variants[0]]
         nearest, _ = max(weighed, key=lambda pair: (pair[1], pair[0].seeds))
         assert nearest.lr is not None
-        plain = tuple(name for name in _methods(variants[0]) if METHODS[name].axis is not Axis.MEMORY)
+        plain = tuple(name for name in methods_of(variants[0]) if METHODS[name].axis is not Axis.MEMORY)
         yield Family(plain, tuple(variants), lost[variants[0]], nearest.lr, nearest.study)
 
 
@@ -207,36 +220,6 @@ def _fitting(family: Family, planner: Planner, examine: Callable[[Candidate], Op
     return None
 
 
-def _for_blocks(row: Studied, blocks: int) -> tuple[str, ...] | None:
-    """Return the arguments of a studied row for a network with another number of blocks, or None if there are none.
-
-    If the last blocks are trained, their number is scaled. Other positions of blocks cannot be transferred.
-    """
-    arguments = []
-    for word in row.arguments:
-        key, _, value = word.partition("=")
-        positions = re.fullmatch(r"\[(\d+(?:,\d+)*)\]", value)
-        if positions is None or row.blocks == blocks:
-            arguments.append(word)
-        elif key == "method.blocks.blocks" and _are_last(positions[1], row.blocks):
-            count = max(1, round(len(positions[1].split(",")) * blocks / row.blocks))
-            arguments.append(f"{key}=[{','.join(map(str, range(blocks - count, blocks)))}]")
-        else:
-            return None
-    return tuple(arguments)
-
-
-def _are_last(positions: str, blocks: int) -> bool:
-    """Return True if a list of positions, e.g. ``9,10,11``, contains exactly the last blocks."""
-    found = [int(position) for position in positions.split(",")]
-    return found == list(range(blocks - len(found), blocks))
-
-
-def _methods(arguments: Sequence[str]) -> tuple[str, ...]:
-    value = next(word.partition("=")[2] for word in arguments if word.startswith("method="))
-    return tuple(value.strip("[]").split(","))
-
-
 def _axis(word: str) -> Axis | None:
     """Return the axis of the method whose setting is `word`, or None for another setting."""
     name = word.removeprefix("method.").partition(".")[0]
@@ -245,12 +228,12 @@ def _axis(word: str) -> Axis | None:
 
 def _memory_order(arguments: tuple[str, ...]) -> int:
     """Return the position in `_MEMORY` of the memory method, or -1 without a memory method."""
-    return max((_MEMORY.index(name) for name in _methods(arguments) if name in _MEMORY), default=-1)
+    return max((_MEMORY.index(name) for name in methods_of(arguments) if name in _MEMORY), default=-1)
 
 
 def _candidate(arguments: Sequence[str]) -> Candidate:
     settings = tuple(word for word in arguments if not word.startswith("method="))
-    return Candidate(_methods(arguments), settings, Exactness.UNKNOWN)
+    return Candidate(methods_of(arguments), settings, Exactness.UNKNOWN)
 
 
 def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
@@ -266,6 +249,12 @@ def _arm(planner: Planner, family: Family, option: Option, lr: float) -> Arm:
         baseline=family.methods in BASELINES,
         needed_bytes=planner.bound(option),
     )
+
+
+def _tokens(network: nn.Module) -> int | None:
+    """Return the number of patch tokens in the blocks of a network, or None if the blocks have no common token grid."""
+    grid = view(network).block_grid
+    return None if grid is None else grid[0] * grid[1]
 
 
 def _data(config: Config, show: Callable[[str], None]) -> Data:

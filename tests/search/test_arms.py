@@ -40,7 +40,7 @@ def test_recipes_that_differ_in_their_memory_method_are_one_family(monkeypatch: 
         row("lora4", "method=[full,lora]", "method.lora.rank=4", points_lost=3.0),
     ]
     of(monkeypatch, *rows)
-    found = {one.rows[0]: one for one in families_for("classification", "transformer", 224, 12)}
+    found = {one.rows[0]: one for one in families_for("classification", "transformer", 224, 12, 196)}
     assert len(found) == 3
     full = found[("method=full",)]
     assert full.rows == (("method=full",), ("method=[full,low_bit]",), ("method=[full,checkpointing]",))
@@ -51,7 +51,7 @@ def test_the_loss_is_a_weighted_mean_and_the_rate_comes_from_the_nearest_study(m
     near, far = row("head", "method=head", points_lost=10.0, lr=1e-2), row("head", "method=head", image_size=112)
     other = row("head", "method=head", kind="convolutional", points_lost=0.0)
     of(monkeypatch, far, near, other)
-    (head,) = families_for("classification", "transformer", 224, 12)
+    (head,) = families_for("classification", "transformer", 224, 12, 196)
     assert head.lr == 1e-2
     assert head.points_lost == pytest.approx((10 + 0.5 * 1) / (1 + 0.5 + 0.1))
     assert closeness(far, "transformer", 224) == 0.5
@@ -62,9 +62,9 @@ def test_positions_of_blocks_are_scaled_or_not_used(monkeypatch: pytest.MonkeyPa
     last = row("blocks3", "method=blocks", "method.blocks.blocks=[9,10,11]")
     drops = row("evit", "method=[full,evit]", "method.evit.drop_at=[3,6,9]")
     of(monkeypatch, last, drops)
-    assert len(list(families_for("classification", "transformer", 224, 12))) == 2
+    assert len(list(families_for("classification", "transformer", 224, 12, 196))) == 2
     of(monkeypatch, last, drops, row("spread", "method=blocks", "method.blocks.blocks=[3,7,11]"))
-    (scaled,) = families_for("classification", "transformer", 224, 24)
+    (scaled,) = families_for("classification", "transformer", 224, 24, 196)
     assert scaled.rows == (("method=blocks", "method.blocks.blocks=[18,19,20,21,22,23]"),)
 
 
@@ -79,10 +79,10 @@ def test_rows_of_other_tasks_variants_of_papers_and_random_networks_are_not_used
         row("full_live", "method=full", "model.frozen_bn=false"),
         row("head", "method=head", points_lost=None),
     )
-    assert list(families_for("classification", "transformer", 224, 12)) == []
-    assert len(list(families_for("text", "transformer", 224, 12))) == 1
+    assert list(families_for("classification", "transformer", 224, 12, 196)) == []
+    assert len(list(families_for("text", "transformer", 224, 12, 196))) == 1
     of(monkeypatch, row("head", "method=head"), row("last_stage", "method=last_stage", task="segmentation"))
-    assert [one.methods for one in families_for("multilabel", "transformer", 224, 12)] == [("head",)]
+    assert [one.methods for one in families_for("multilabel", "transformer", 224, 12, 196)] == [("head",)]
 
 
 def test_the_committed_table_has_the_results_of_studies() -> None:
