@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -121,8 +122,16 @@ def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
 def test_a_job_that_dies_in_any_way_is_a_failure_of_its_own() -> None:
     half = f"printf '{{\"re' > ${OUTCOME_FILE}; exit 1"
-    assert processes.run(["bash", "-c", half]).failure == "exit status 1"
-    assert processes.run(["bash", "-c", "kill -40 $$"]).failure == "killed by signal 40"
+    failed = processes.run(["bash", "-c", half])
+    assert failed.failure == "exit status 1"
+    assert not failed.killed
+    killed = processes.run(["bash", "-c", "kill -40 $$"])
+    assert killed.failure == "killed by signal 40"
+    assert killed.killed
+    said = f'printf \'{{"reason": "Terminated."}}\' > ${OUTCOME_FILE}'
+    for command in (f"{said}; exit 143", "exit 143"):
+        assert processes.run(["bash", "-c", command]).killed
+    assert not processes.run(["bash", "-c", f"{said}; exit 2"]).killed
 
 
 #: A job that starts a child, prints both process ids and sleeps. With "ignore", it ignores SIGTERM.
@@ -178,6 +187,43 @@ def experiment(folder: Path, *rows: str) -> None:
     file = folder / "own" / "experiment" / "mine.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(f"# @package _global_\nrows: {json.dumps(rows)}\n")
+
+
+#: Writes the name of the first signal to a file, and ends after this signal.
+_WAITS = """
+import pathlib, signal, sys, time
+def end(number, frame):
+    pathlib.Path(sys.argv[1]).write_text(signal.Signals(number).name)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+pathlib.Path(sys.argv[2]).touch()
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_ctrl_c_ends_a_job_even_if_the_signal_does_not_reach_it(
+    terminal: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "ASKED", 60.0 if terminal else 0.2)
+    received, began = tmp_path / "received", tmp_path / "began"
+
+    def press() -> None:
+        while not began.exists():
+            time.sleep(0.01)
+        if terminal:
+            (child,) = processes._running
+            child.send_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        processes.run([sys.executable, "-c", _WAITS, str(received), str(began)])
+    thread.join()
+    assert received.read_text() == ("SIGINT" if terminal else "SIGTERM")
+    assert not processes._running
 
 
 def test_a_job_that_ends_in_time_is_not_stopped() -> None:

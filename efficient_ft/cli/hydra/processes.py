@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,8 @@ from efficient_ft.core.parsing import parse_json
 
 #: Time in seconds between SIGTERM and SIGKILL. A process can write a checkpoint during this time.
 GRACE = 60.0
+#: Time in seconds between Ctrl-C and SIGTERM. A process that shares the terminal ends after Ctrl-C without SIGTERM.
+ASKED = 2.0
 
 #: Environment variables that set the number of threads of numeric libraries. If the user has set a variable, its value
 #: is kept.
@@ -34,7 +36,8 @@ class Ended:
     """The outcome of a process: its results, or the reason for its failure in one line.
 
     `printed` is the output of the process if it was neither shown nor written to a file. `diverged` is True if the
-    process failed because its loss was not finite. `exceeded` is True if the process needed too much memory.
+    process failed because its loss was not finite. `exceeded` is True if the process needed too much memory. `killed`
+    is True if a signal ended the process.
     """
 
     results: dict[str, Any] | None
@@ -42,6 +45,7 @@ class Ended:
     printed: str = ""
     diverged: bool = False
     exceeded: bool = False
+    killed: bool = False
 
 
 def run(
@@ -49,8 +53,11 @@ def run(
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
     timeout: float | None = None,
+    started: Callable[[int], None] = lambda process: None,
 ) -> Ended:
     """Run `command` and wait until the process ends. The process is stopped after `timeout` seconds.
+
+    `started` is called with the id of the process.
 
     If `environment` is given, the output is written to the file `output`, or returned if `output` is None. Otherwise,
     the output is printed to the terminal.
@@ -62,8 +69,6 @@ def run(
         nullcontext() if environment is None else open_file(output or Path(folder) / "printed", "ab") as printed,
     ):
         file = Path(folder) / "outcome.json"
-        # Ctrl-C also reaches the child process, which is in the same process group. The child process may then finish
-        # writing.
         process = subprocess.Popen(
             command,
             env={**os.environ, **(environment or {}), OUTCOME_FILE: str(file)},
@@ -73,6 +78,7 @@ def run(
         late = ""
         try:
             _running.add(process)
+            started(process.pid)
             try:
                 status = process.wait(timeout)
             except subprocess.TimeoutExpired:
@@ -82,7 +88,13 @@ def run(
                     late += f"; killed, because the process did not end within {format_seconds(GRACE)} after SIGTERM"
                 status = process.wait()
         except KeyboardInterrupt:
-            process.wait()
+            # In a terminal, Ctrl-C also reaches the child process, which is in the same process group. In a notebook,
+            # Ctrl-C may reach only this process. In both cases, the child process may finish writing.
+            try:
+                process.wait(ASKED)
+            except subprocess.TimeoutExpired:
+                process.terminate()
+                process.wait()
             raise
         finally:
             if process.poll() is None:
@@ -98,11 +110,12 @@ def run(
         return Ended(None, late, shown)
     if "reason" in outcome:
         diverged, exceeded = outcome.get("diverged", False), outcome.get("exceeded", False)
-        return Ended(None, outcome["reason"], shown, diverged, exceeded)
+        return Ended(None, outcome["reason"], shown, diverged, exceeded, status > 128)
     if status < 0:
         name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-        return Ended(None, f"killed by {name}" + (", probably for lack of memory" if name == "SIGKILL" else ""), shown)
-    return Ended(None, f"exit status {status}", shown)
+        reason = f"killed by {name}" + (", probably for lack of memory" if name == "SIGKILL" else "")
+        return Ended(None, reason, shown, killed=True)
+    return Ended(None, f"exit status {status}", shown, killed=status > 128)
 
 
 def stop(process: subprocess.Popen[bytes]) -> bool:
