@@ -10,7 +10,7 @@ from efficient_ft.core import text
 from efficient_ft.core.format import format_bytes, format_metric, format_seconds
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.search.halving import ranked
-from efficient_ft.search.state import Arm, Final, SearchState
+from efficient_ft.search.state import NAME, Arm, Final, SearchState
 
 
 def command_of(state: SearchState) -> list[str]:
@@ -59,6 +59,24 @@ def result_text(state: SearchState, folder: Path) -> str:
         lines.append("  " + " ".join(map(shlex.quote, command_of(state))))
     lines.append(f"Model: {shown_path(folder / arm.folder)}")
     return "\n".join(lines)
+
+
+def interrupted_text(state: SearchState, folder: Path) -> str:
+    """Return the text after an interruption: the folder with the state, and the best recipe if a round is finished."""
+    kept = f"The state of the search is kept in {shown_path(folder / NAME)}."
+    if state.finished:
+        return f"{kept} The search is finished, and the same command prints its result."
+    kept += " The same command continues the search."
+    raced = [arm for arm in state.alive if arm.slices]
+    if not raced or any(not arm.slices for arm in state.alive):
+        return f"{kept} No round is finished, so there is no best recipe yet."
+    best, metric = state.arm(state.final.arm) if state.final else ranked(raced)[0], state.metric or "accuracy"
+    assert best.value is not None
+    return (
+        f"{kept}\nBest recipe so far: {best.recipe} with optim.lr={best.lr:.2g}, val {metric}"
+        f" {format_metric(best.value, metric)} after {best.step} steps. Weights:"
+        f" {shown_path(folder / best.folder / 'model.safetensors')}"
+    )
 
 
 def peak_bytes(state: SearchState) -> int:

@@ -7,7 +7,8 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from efficient_ft.cli.hydra.output_folder import leaving_nothing
 from efficient_ft.cli.hydra.rows import check_settings, key_of, merged
 from efficient_ft.cli.terminal import Help
 from efficient_ft.config import Config, image_folders
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import SettingError, TerminatedRun, UserError
 from efficient_ft.core.terminal import show, shown_path, start_console
 from efficient_ft.core.units import parse_bytes, parse_seconds
 
@@ -101,6 +102,8 @@ def auto(
 
     Raises:
         UserError: If a setting cannot be used, or if no recipe can be trained within the budget.
+        KeyboardInterrupt: After Ctrl-C. The training process writes a checkpoint before it ends, and the same call
+            continues the search.
     """
     from efficient_ft.search.search import open_search
     from efficient_ft.search.text import result_text
@@ -135,18 +138,33 @@ def auto(
 
     unit = "steps" if time is None else "seconds"
     folder.mkdir(parents=True, exist_ok=True)
-    with leaving_nothing(folder):
+    with _stating_what_is_kept(folder, say), leaving_nothing(folder):
         search = open_search(folder, asked, memory_bytes, budget, unit, propose, _run_slice, say)
         say(f"Search in {shown_path(folder)}. The same command continues an interrupted search.")
         say(f"Settings of all runs: {' '.join(_shared(runs))}")
         state = search.run()
-    page = processes.run([*_PROGRAM, "report", str(folder)], {}, folder / "report.log")
+    with _stating_what_is_kept(folder, say):
+        page = processes.run([*_PROGRAM, "report", str(folder)], {}, folder / "report.log")
     say("\n" + result_text(state, folder))
     if page.failure is None:
         say(f"Report: {shown_path(folder / 'report' / 'report.html')}")
     else:
         say(f"The report was not written: {page.failure}")
     return state
+
+
+@contextmanager
+def _stating_what_is_kept(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """State which results are kept in `folder` if the search inside the ``with`` block is interrupted."""
+    from efficient_ft.search.state import read_state
+    from efficient_ft.search.text import interrupted_text
+
+    try:
+        yield
+    except (KeyboardInterrupt, TerminatedRun):
+        if (state := read_state(folder)) is not None:
+            say(interrupted_text(state, folder))
+        raise
 
 
 def _shared(runs: Sequence[str]) -> list[str]:
