@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from filelock import FileLock, Timeout
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_metric, format_seconds
 from efficient_ft.record.files import LOCK
+from efficient_ft.search.earlier import PROPOSALS, remove_proposals, stop_earlier
 from efficient_ft.search.halving import overhead, ranked, rate, rungs
 from efficient_ft.search.state import NAME, Arm, Final, Proposed, Running, SearchState, Slice, read_state, write_state
 
@@ -37,8 +39,9 @@ FIRST_STEPS, LEAST_STEPS = 40, 100
 LOADING = 3.0
 #: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
 FINISHING = 12.0
-#: Maximum time in seconds for which a search waits for a process of an earlier search that was killed.
-WAIT = 600.0
+#: Number of processes for a slice of training that may be killed, for example by another program or for lack of memory
+#: on the machine. Each process continues from the checkpoint of the previous one.
+KILLS = 2
 #: Beginning of `Arm.stopped` for an arm whose process failed.
 FAILED = "failed: "
 
@@ -47,11 +50,13 @@ class Ended(NamedTuple):
     """Outcome of a process: its results, or the reason for its failure.
 
     `own` is True if the recipe itself is the reason: its loss was not finite, or it exceeded its memory budget.
+    `killed` is True if a signal ended the process.
     """
 
     results: dict[str, Any] | None
     failure: str = ""
     own: bool = False
+    killed: bool = False
 
 
 #: Function that runs one slice in a separate process. Its arguments are the command-line arguments of the run and the
@@ -88,9 +93,10 @@ class Search:
 
     def __post_init__(self) -> None:
         self._began = self.clock() - self.state.elapsed
-        #: Name of the arm whose slice was interrupted, and the time of the interrupted slice.
-        self._interrupted: str | None = None
-        self._lost = 0.0
+        #: Used budget of interrupted slices, keyed by arm. In the unit "steps", only finished slices use the budget.
+        self._interrupted: dict[str, float] = {}
+        #: Number of killed processes in the current slice of each arm.
+        self._kills: Counter[str] = Counter()
 
     @property
     def elapsed(self) -> float:
@@ -125,6 +131,7 @@ class Search:
                 try:
                     self._propose()
                 except UserError:
+                    remove_proposals(self.folder)
                     (self.folder / NAME).unlink(missing_ok=True)  # nothing has been trained
                     raise
             while not state.finished:
@@ -164,36 +171,25 @@ class Search:
         if running is None:
             return
         self.say("Continuing the search.")
-        if running.arm is not None:
-            arm = self.state.arm(running.arm)
+        arm = None if running.arm is None else self.state.arm(running.arm)
+        files = [self.folder / PROPOSALS if arm is None else self._log(arm)]
+        stop_earlier(files[0], self.say)
+        if arm is not None:
             run = self.folder / arm.folder
-            self._wait(run)
-            names = ("checkpoint.ckpt", "checkpoint.ckpt.prev", "metrics.jsonl")
-            files = [*(run / name for name in names), self._log(arm)]
-            written = [file.stat().st_mtime for file in files if file.is_file()]
-            self._lost = max([running.time, *written]) - running.time
-            self._interrupted = arm.name
-        used = max(self.state.elapsed, running.elapsed + self._lost)
+            files += [run / name for name in ("checkpoint.ckpt", "checkpoint.ckpt.prev", "metrics.jsonl")]
+        written = [file.stat().st_mtime for file in files if file.is_file()]
+        lost = max([running.time, *written]) - running.time
+        if arm is not None:
+            self._lose(arm, lost)
+        used = max(self.state.elapsed, running.elapsed + lost)
         self._began -= used - self.state.elapsed
         self.state.running = None
         self._save()
 
-    def _wait(self, run: Path) -> None:
-        """Wait until a process of a killed search has ended, which still trains in the folder `run`."""
-        if not (run / LOCK).is_file():
-            return
-        lock = FileLock(run / LOCK, timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            self.say("Waiting for a training process of the earlier search …")
-            try:
-                lock.acquire(timeout=WAIT)
-            except Timeout:
-                raise UserError(
-                    f"A process still trains in {run}. Stop this process, and repeat the command."
-                ) from None
-        lock.release()
+    def _lose(self, arm: Arm, seconds: float) -> None:
+        """Record that a slice was interrupted after a time in seconds. Its steps are kept in the checkpoint."""
+        lost = seconds if self.state.unit == "seconds" else 0.0
+        self._interrupted[arm.name] = self._interrupted.get(arm.name, 0.0) + lost
 
     def _propose(self) -> None:
         state = self.state
@@ -281,23 +277,25 @@ class Search:
     def _overhead(self) -> float:
         return 0.0 if self.state.unit == "steps" else overhead(self.state.arms, self.state.start + LOADING)
 
-    def _slice(self, arm: Arm, seconds: float) -> None:
-        """Train an arm for about `seconds` seconds (or steps), or stop the arm if its run fails."""
-        if arm.name == self._interrupted:  # the checkpoint contains the steps of the interrupted slice
-            seconds, self._interrupted = seconds - self._lost, None
+    def _slice(self, arm: Arm, seconds: float) -> bool:
+        """Train an arm for about `seconds` seconds (or steps). Return True if the slice is finished.
+
+        If the run fails, the arm is stopped. If the process is killed, the next call continues the slice.
+        """
+        seconds -= self._interrupted.get(arm.name, 0.0)
         if self.state.unit == "steps":
             until = str(arm.step + max(1, round(seconds)))
         else:
             until = f"{max(1, round(seconds - self._overhead()))}s"
         ended, taken = self._train(arm, [f"pause_at={until}"])
         if ended.results is None:
-            return
+            return False
         paused = ended.results.get("paused")
         self.state.running = None
         if paused is None:
             arm.stopped = f"{FAILED}the run ended before it was paused"
             self._save()
-            return
+            return False
         self.state.metric = paused["metric"]
         arm.slices.append(
             Slice(
@@ -313,19 +311,32 @@ class Search:
         self._save()
         left = f", {format_seconds(max(0.0, self.left))} left" if self.state.unit == "seconds" else ""
         self.say(f"{self._described(arm)} after {arm.step} steps{left}")
+        return True
 
     def _log(self, arm: Arm) -> Path:
         return self.folder / f"{arm.folder}.log"
 
     def _train(self, arm: Arm, more: Sequence[str]) -> tuple[Ended, float]:
-        """Run a process that trains an arm, and stop the arm if the process fails. Also return the time in seconds."""
+        """Run a process that trains an arm, and stop the arm if the process fails. Also return the time in seconds.
+
+        The arm is not stopped if the process was killed and may be repeated.
+        """
         self._begin(arm)
         began = self.clock()
         folder = self.folder / arm.folder
         quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
         ended = self.run_slice([*arm.arguments, *more, f"hydra.run.dir='{quoted}'"], self._log(arm))
         taken = self.clock() - began
-        if ended.results is None:
+        if ended.results is not None:
+            self._interrupted.pop(arm.name, None)
+            self._kills.pop(arm.name, None)
+        elif ended.killed and self._kills[arm.name] < KILLS:
+            self._kills[arm.name] += 1
+            self._lose(arm, taken)
+            self.state.running = None
+            self._save()
+            self.say(f"{arm.name}: {ended.failure}. The training continues from the last checkpoint.")
+        else:
             arm.stopped, arm.retried = f"{FAILED}{ended.failure or 'it returned no result'}", not ended.own
             self.state.running = None
             self._save()
@@ -356,21 +367,22 @@ class Search:
         assert final is not None
         arm = state.arm(final.arm)
         if not final.steps:
-            constant = CONSTANT * (self.left - self._ending())
+            used = self._interrupted.get(arm.name, 0.0)
+            constant = CONSTANT * (self.left + used - self._ending())
             # After an interruption, only the run itself knows the number of its steps.
-            unknown = self._interrupted == arm.name
+            unknown = arm.name in self._interrupted
             long = len(arm.slices) <= len(state.rungs) and constant > max(LEAST_CONSTANT, 4 * self._overhead())
-            if unknown or long:
-                self._slice(arm, constant)
+            if (unknown or long) and not self._slice(arm, constant):
                 if arm.stopped is not None:
                     self._another(arm)
-                    return
+                return
             decay = self._steps(arm, self.left - self._ending())
             final.steps, final.decay = arm.step + decay, decay
             self._save()
         ended, _ = self._train(arm, [f"trainer.max_steps={final.steps}", f"optim.decay_steps={final.decay}"])
         if ended.results is None:
-            self._another(arm, ended.own)
+            if arm.stopped is not None:
+                self._another(arm, ended.own)
             return
         accuracy = ended.results["accuracy"]
         final.metric, final.value, final.test = self._metric, accuracy["best"], accuracy.get("test")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -12,10 +13,11 @@ from typing import Any
 import pytest
 
 from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.search.earlier import PROPOSALS
 from efficient_ft.search.halving import rungs
 from efficient_ft.search.search import Ended, Search, open_search
 from efficient_ft.search.state import NAME, Arm, Data, Proposed, SearchState, read_state
-from efficient_ft.search.text import command_of, result_text
+from efficient_ft.search.text import command_of, interrupted_text, result_text
 
 #: For each recipe: the accuracy after infinitely many steps, the number of steps for half of it, and the step time.
 RECIPES = {"stack": (0.89, 150, 0.3), "full": (0.9, 300, 1.0), "head": (0.6, 20, 0.2), "lora": (0.88, 200, 0.8),
@@ -203,6 +205,119 @@ def test_a_killed_search_keeps_its_time(tmp_path: Path) -> None:
     state = search(tmp_path, machine).run()
     assert state.finished
     assert machine.now - began < 600
+
+
+@pytest.mark.parametrize("unit", ["seconds", "steps"])
+def test_the_time_of_an_interrupted_slice_counts_only_if_the_budget_is_a_time(tmp_path: Path, unit: str) -> None:
+    expected = search(tmp_path / "whole", Machine(), 3000, unit).run()
+    machine = Machine(kill=3)
+    with pytest.raises(KilledError):
+        search(tmp_path / "killed", machine, 3000, unit).run()
+    found = read_state(tmp_path / "killed")
+    assert found is not None
+    assert found.running is not None
+    assert found.running.arm is not None
+    run = tmp_path / "killed" / found.running.arm
+    run.mkdir()
+    (run / "checkpoint.ckpt").touch()
+    written = found.running.time + 30
+    os.utime(run / "checkpoint.ckpt", (written, written))
+    state = search(tmp_path / "killed", machine, 3000, unit).run()
+    if unit == "steps":
+        steps = [[[one.step for one in arm.slices] for arm in of.arms] for of in (state, expected)]
+        assert steps[0] == steps[1]
+        assert state.final is not None
+        assert expected.final is not None
+        assert (state.final.arm, state.final.steps) == (expected.final.arm, expected.final.steps)
+    else:
+        assert state.elapsed == pytest.approx(expected.elapsed, rel=0.02)
+        (slice_of,) = state.arm(found.running.arm).slices[:1]
+        # The slice was shortened by the 30 seconds of the killed process.
+        assert slice_of.seconds == pytest.approx(expected.arm(found.running.arm).slices[0].seconds - 30, abs=2)
+
+
+def test_the_time_of_killed_proposals_counts_as_far_as_it_is_known(tmp_path: Path) -> None:
+    machine = Machine(kill=0)
+    with pytest.raises(KilledError):
+        search(tmp_path, machine).run()
+    found = read_state(tmp_path)
+    assert found is not None
+    assert found.running is not None
+    (tmp_path / PROPOSALS).touch()
+    written = found.running.time + 12
+    os.utime(tmp_path / PROPOSALS, (written, written))
+    began = machine.now
+    state = search(tmp_path, machine).run()
+    assert state.finished
+    assert state.elapsed == pytest.approx(machine.now - began + 12, abs=0.1)
+
+
+def killing(machine: Machine, kills: Sequence[int]) -> list[int]:
+    """Kill the processes with the given numbers. Return a list that will contain the numbers of all processes."""
+    run_slice, numbers = machine.run_slice, list[int]()
+
+    def run(arguments: Sequence[str], log: Path) -> Ended:
+        numbers.append(len(numbers))
+        if numbers[-1] in kills:
+            machine.now += 3.0
+            return Ended(None, "killed by SIGKILL, probably for lack of memory", killed=True)
+        return run_slice(arguments, log)
+
+    machine.run_slice = run  # type: ignore[method-assign]
+    return numbers
+
+
+@pytest.mark.parametrize("unit", ["seconds", "steps"])
+def test_processes_that_are_killed_are_repeated(tmp_path: Path, unit: str) -> None:
+    expected = search(tmp_path / "whole", Machine(), 3000, unit).run()
+    machine = Machine()
+    numbers = killing(machine, [0, 1, 5, 9])
+    state = search(tmp_path / "killed", machine, 3000, unit).run()
+    last = len(numbers) - 1
+    other = Machine()
+    killing(other, [last - 4])  # the last process, because no other process is killed
+    again = search(tmp_path / "last", other, 3000, unit).run()
+    for found in (state, again):
+        assert found.finished
+        assert not [one.name for one in found.arms if (one.stopped or "").startswith("failed")]
+        assert found.final is not None
+        assert expected.final is not None
+        assert found.final.arm == expected.final.arm
+        if unit == "steps":
+            assert found == expected
+        else:
+            assert found.elapsed == pytest.approx(expected.elapsed, rel=0.02)
+
+
+def test_a_recipe_whose_processes_are_always_killed_is_stopped(tmp_path: Path) -> None:
+    machine = Machine()
+    killing(machine, [0, 1, 2])
+    state = search(tmp_path, machine).run()
+    assert state.finished
+    assert state.arm("stack").stopped == "failed: killed by SIGKILL, probably for lack of memory"
+    assert state.arm("stack").retried
+
+
+def test_an_interrupted_search_names_its_state_and_its_best_recipe(tmp_path: Path) -> None:
+    whole, texts = Machine(), []
+    search(tmp_path / "whole", whole).run()
+    for kill in (0, 3, last := len(whole.calls)):
+        machine = Machine(kill)
+        with pytest.raises(KilledError):
+            search(tmp_path / str(kill), machine).run()
+        state = read_state(tmp_path / str(kill))
+        assert state is not None
+        texts.append(interrupted_text(state, tmp_path / str(kill)))
+        assert texts[-1].startswith(f"The state of the search is kept in {tmp_path / str(kill) / NAME}.")
+        assert "The same command continues the search." in texts[-1]
+    assert texts[0].endswith("No round is finished, so there is no best recipe yet.")
+    assert texts[1].endswith("No round is finished, so there is no best recipe yet.")
+    weights = tmp_path / str(last) / "stack" / "model.safetensors"
+    best = r"Best recipe so far: stack with optim\.lr=0\.001, val accuracy \d\d\.\d\d % after \d+ steps\."
+    assert re.search(best, texts[2])
+    assert texts[2].endswith(f"Weights: {weights}")
+    state = search(tmp_path / str(last), machine).run()
+    assert interrupted_text(state, tmp_path).endswith("The search is finished, and the same command prints its result.")
 
 
 def test_a_finished_search_does_nothing(tmp_path: Path) -> None:

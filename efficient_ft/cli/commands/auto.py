@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,6 +107,7 @@ def auto(
         KeyboardInterrupt: After Ctrl-C. The training process writes a checkpoint before it ends, and the same call
             continues the search.
     """
+    from efficient_ft.search.earlier import PROPOSALS
     from efficient_ft.search.search import open_search
     from efficient_ft.search.text import result_text
 
@@ -134,7 +137,7 @@ def auto(
         folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", config.model.name), code)
 
     def propose(count: int, seconds: float) -> Proposed:
-        return _propose(runs, memory_bytes, count, seconds, say)
+        return _propose(runs, memory_bytes, count, seconds, say, folder / PROPOSALS)
 
     unit = "steps" if time is None else "seconds"
     folder.mkdir(parents=True, exist_ok=True)
@@ -198,16 +201,20 @@ def _steps(value: int | str | None) -> float:
 
 
 def _propose(
-    runs: Sequence[str], memory_bytes: int, count: int, seconds: float, say: Callable[[str], None]
+    runs: Sequence[str], memory_bytes: int, count: int, seconds: float, say: Callable[[str], None], log: Path
 ) -> Proposed:
-    """Propose arms in a separate process, so that this process remains small. `say` prints what that process prints."""
+    """Propose arms in a separate process, so that this process remains small.
+
+    The output of that process is written to `log`, and is printed by `say`.
+    """
     from efficient_ft.search.state import Proposed
 
     words = ["auto", *runs, "--propose", str(memory_bytes), str(count), str(seconds)]
-    ended = processes.run([*_PROGRAM, *words], {})
+    log.unlink(missing_ok=True)
+    ended = _run([*_PROGRAM, *words], log)
     if ended.results is None:
         raise UserError(ended.failure or "The process that proposes recipes returned no result.")
-    say(ended.printed.rstrip())
+    say(log.read_text(encoding="utf-8", errors="replace").rstrip())
     return Proposed.model_validate(ended.results)
 
 
@@ -221,12 +228,25 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
     from efficient_ft.search.arms import propose
 
     start_console(False)
-    found = propose(runs, configured, int(memory_bytes), int(count), seconds, show=show)
+    found = propose(runs, configured, int(memory_bytes), int(count), seconds, _still_running, show)
     report_outcome(results=found.model_dump(mode="json"))
+
+
+def _still_running(text: str) -> None:
+    """Update the time of the log, from which a repeated search takes the time of a killed process."""
+    with suppress(OSError, NotImplementedError, TypeError):
+        os.utime(sys.stdout.fileno())
 
 
 def _run_slice(arguments: Sequence[str], log: Path) -> Ended:
     from efficient_ft.search.search import Ended
 
-    ended = processes.run([*_PROGRAM, *arguments], {}, log)
-    return Ended(ended.results, ended.failure or "", ended.diverged or ended.exceeded)
+    ended = _run([*_PROGRAM, *arguments], log)
+    return Ended(ended.results, ended.failure or "", ended.diverged or ended.exceeded, ended.killed)
+
+
+def _run(command: Sequence[str], log: Path) -> processes.Ended:
+    """Run a process of a search. Its id is recorded, so that a repeated search can stop the process."""
+    from efficient_ft.search.earlier import record_process
+
+    return processes.run(command, {}, log, started=partial(record_process, log))
