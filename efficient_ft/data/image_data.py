@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +19,16 @@ from efficient_ft.data.augment import MixedDataset, further_steps
 from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_images import PIXELS, inspect_images
-from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures
+from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures, in_threads
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
 from efficient_ft.data.loader import DecodedImages, Loader, SplitDataset
 from efficient_ft.data.opened import OpenedData, Wrap
 from efficient_ft.data.reading import Header, Reading, headers, largest_file
 from efficient_ft.data.row_store import require_room
 from efficient_ft.data.transforms import Transform
+
+#: Number of images that `ImageData.decode` decodes before it checks the time.
+_TOGETHER = 64
 
 
 class ImageData(OpenedData[Samples, SplitDataset]):
@@ -175,3 +179,13 @@ class ImageData(OpenedData[Samples, SplitDataset]):
             "Decoded images are kept for later epochs and runs (data.keep_decoded). The folder"
             f" {config.decoded_folder} ({format_bytes(sum(sizes.values()))}) may be deleted at any time."
         )
+
+    def decode(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        largest = max((one.pixels for one in self._headers(tuple(self._decoded), None)), default=0)
+        for split in reversed(self._decoded):  # an evaluation reads all images, and few steps read some of the others
+            dataset, missing = self._dataset(split, training=split == "train"), self._decoded[split].missing()
+            for first in range(0, len(missing), _TOGETHER):
+                if time.monotonic() > end:
+                    return
+                list(in_threads(dataset.store, missing[first : first + _TOGETHER], decoding_threads(largest, PIXELS)))

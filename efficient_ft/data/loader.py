@@ -8,6 +8,7 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,6 +66,10 @@ class DecodedImages:
     @cached_property
     def _store(self) -> RowStore:
         return RowStore(self.folder, self._about, self._count, math.prod(self._shape))
+
+    def missing(self) -> list[int]:
+        """Return the indices of the images that have not been stored."""
+        return [int(index) for index in torch.nonzero(~self._store.written())]
 
     def read(self, index: int) -> Image.Image | None:
         """Return a resized image, or None if it has not been stored or is damaged."""
@@ -139,6 +144,11 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         if self._decoded is not None:
             self._decoded.keep(index, image)
         return image
+
+    def store(self, index: int) -> None:
+        """Store a decoded image in `decoded`. Do nothing if the file cannot be read."""
+        with suppress(UserError):
+            self._image(index)
 
     def _augmented(self, keys: Sequence[tuple[int, int]]) -> list[Image.Image]:
         return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))

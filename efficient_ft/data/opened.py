@@ -273,6 +273,9 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         if self._config.keep_decoded == "on":
             raise SettingError("data.keep_decoded", "on", "auto or off for this data set")
 
+    def decode(self, seconds: float) -> None:
+        """Decode the images that `keep_decoded` keeps, for about `seconds` seconds. Later runs decode the others."""
+
     def class_sizes(self) -> np.ndarray | None:
         """Return the number of training samples of each class, int64 (C,), or None if a sample does not have a class.
 

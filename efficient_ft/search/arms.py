@@ -7,6 +7,7 @@ remains small.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -81,7 +82,7 @@ def propose(
 
     Recipes are examined in the order of their accuracy in similar studies until `seconds` are over. The baselines
     (`BASELINES`) are examined early. `say` is called with a description of each step, and `show` with a summary of the
-    data.
+    data. If `seconds` is finite, images are then decoded for up to `seconds` seconds.
 
     Raises:
         UserError: If the data cannot be used, or if no recipe fits `memory_bytes`.
@@ -130,6 +131,8 @@ def propose(
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
         further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
         arms += further[: max(0, count - len(arms))]
+    if math.isfinite(seconds):  # with a budget of steps, decoding images does not reduce the budget of a recipe
+        _decode(planner.base, seconds)
     return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
 
 
@@ -276,6 +279,16 @@ def _data(config: Config, show: Callable[[str], None]) -> Data:
         do = "The search compares recipes on validation images."
         raise SettingError("data.val_fraction", config.data.val_fraction, "a fraction > 0", do)
     return Data(**sizes, epoch_steps=-(-steps // epochs))
+
+
+def _decode(config: Config, seconds: float) -> None:
+    """Decode the images that all runs share, for about `seconds` seconds. Otherwise, the first run would decode them.
+
+    The recipes have already been counted, because decoding increases the memory of this process.
+    """
+    data = only(kind_of(config).open(config, factory.input_of(config.model)))
+    data.keep_decoded(config.trainer.epochs)
+    data.decode(seconds)
 
 
 def _refuse(planner: Planner, memory_bytes: int, counted: Sequence[Option], refused: Mapping[str, str]) -> None:

@@ -68,6 +68,36 @@ def test_files_are_decoded_once(
     assert f"({format_bytes(3 * pixels)}) may be deleted" in note
 
 
+def test_images_are_decoded_in_advance(opened: Callable[..., ImageData], monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = epoch_of(opened("off"))[0], evaluated(opened("off"))
+    opened().decode(60.0)
+    opened().decode(60.0)
+    opened("off").decode(60.0)
+    no_decoding(monkeypatch)
+    assert torch.equal(epoch_of(opened())[0], expected[0])
+    assert torch.equal(evaluated(opened()), expected[1])
+
+
+def test_the_time_of_decoding_in_advance_is_limited(
+    opened: Callable[..., ImageData], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("efficient_ft.data.image_data._TOGETHER", 1)
+    opened().decode(-1.0)
+    no_decoding(monkeypatch)
+    with pytest.raises(UserError, match="is decoded again"):
+        evaluated(opened())
+
+
+def test_corrupt_files_are_skipped_when_images_are_decoded_in_advance(
+    opened: Callable[..., ImageData], tmp_path: Path
+) -> None:
+    data = opened()
+    truncate(next(tmp_path.rglob("train/b/*.jpg")))
+    data.decode(60.0)
+    with pytest.raises(UserError, match="not readable as an image"):
+        epoch_of(data)
+
+
 def test_a_changed_file_is_decoded_again(opened: Callable[..., ImageData], tmp_path: Path) -> None:
     before = epoch_of(opened())[0]
     file = next(tmp_path.rglob("train/a/*.jpg"))

@@ -9,6 +9,7 @@ import pytest
 
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.core.errors import SettingError
+from efficient_ft.data.image_data import ImageData
 from efficient_ft.planning import prior
 from efficient_ft.planning.candidates import Candidate
 from efficient_ft.planning.prior import Studied, closeness, network_kind
@@ -148,8 +149,11 @@ def test_a_batch_is_not_split_if_batch_statistics_depend_on_it() -> None:
     assert planner.examined == [(("full",), 1), (("full", "mesa"), 1)]
 
 
-def test_recipes_that_fit_are_proposed_with_different_rates() -> None:
+def test_recipes_that_fit_are_proposed_with_different_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded: list[float] = []
+    monkeypatch.setattr(ImageData, "decode", lambda data, seconds: decoded.append(seconds))
     found = propose(RUNS, configured, 10**11, 8, 60.0)
+    assert decoded == [60.0]
     names = [arm.name for arm in found.arms]
     assert len(names) == len(set(names)) == 8
     assert {"full", "head", "full+lora"} <= {arm.recipe for arm in found.arms}
