@@ -183,9 +183,12 @@ class ImageData(OpenedData[Samples, SplitDataset]):
     def decode(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         largest = max((one.pixels for one in self._headers(tuple(self._decoded), None)), default=0)
-        for split in reversed(self._decoded):  # an evaluation reads all images, and few steps read some of the others
-            dataset, missing = self._dataset(split, training=split == "train"), self._decoded[split].missing()
-            for first in range(0, len(missing), _TOGETHER):
-                if time.monotonic() > end:
-                    return
-                list(in_threads(dataset.store, missing[first : first + _TOGETHER], decoding_threads(largest, PIXELS)))
+        threads = decoding_threads(largest, PIXELS)
+        # An evaluation reads all images of its split, and few steps of training read only some training images.
+        for split, store in reversed(self._decoded.items()):
+            dataset, missing = self._dataset(split, training=split == "train"), store.missing()
+            with store.opened():
+                for first in range(0, len(missing), _TOGETHER):
+                    if time.monotonic() > end:
+                        return
+                    list(in_threads(dataset.store, missing[first : first + _TOGETHER], threads))

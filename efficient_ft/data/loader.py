@@ -8,7 +8,7 @@ import logging
 import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +66,10 @@ class DecodedImages:
     @cached_property
     def _store(self) -> RowStore:
         return RowStore(self.folder, self._about, self._count, math.prod(self._shape))
+
+    def opened(self) -> AbstractContextManager[None]:
+        """Return a context manager that opens the files for several threads and closes them (`RowStore.opened`)."""
+        return self._store.opened()
 
     def missing(self) -> list[int]:
         """Return the indices of the images that have not been stored."""

@@ -97,7 +97,8 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
             if not len(parts["val"]):
                 raise UserError(
                     f"None of the {len(train)} training {noun}s can be held out for validation, because no class has"
-                    f" two {noun}s. Add {noun}s" + (f", or {other}" if test else ".")
+                    f" two {noun}s. Add {noun}s, so that at least one class has two training {noun}s"
+                    + (f", or {other}" if test else ".")
                 )
             parts["train"] = train
             self._origins["val"] = f"held out of train (data.val_fraction={fraction:g})"

@@ -13,7 +13,8 @@ import os
 import shutil
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 from typing import Any, cast
@@ -76,6 +77,17 @@ class RowStore:
             files = (open_file(self.folder / name, "rb+", 0) for name in ("rows", "checksums"))
             self._file, self._sums = (cast(FileIO, file) for file in files)
             self._process, self._lock = os.getpid(), threading.Lock()
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open the files before threads use the store inside the ``with`` block, and close the files at the end."""
+        self._open()
+        try:
+            yield
+        finally:
+            self._file.close()
+            self._sums.close()
+            self._process = -1
 
     def written(self) -> Tensor:
         """Return a boolean mask of shape (rows,) that is True for rows that have been written."""

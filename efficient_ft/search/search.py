@@ -204,7 +204,8 @@ class Search:
             state.arms = []
             self._save()
             do = "A slice of training must be longer than the start of its process."
-            raise SettingError("time", format_seconds(state.budget), f"at least {math.ceil(least)}s here", do)
+            least = 10 * math.ceil(1.1 * least / 10)  # the measured times vary
+            raise SettingError("time", format_seconds(state.budget), f"at least {least}s here", do)
         state.rungs = rungs(len(state.arms))
         self._save()
         self.say(f"{len(state.arms)} recipes take part: {', '.join(arm.name for arm in state.arms)}.")

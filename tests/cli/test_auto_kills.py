@@ -28,8 +28,9 @@ pytestmark = [
     pytest.mark.skipif(not hasattr(os, "killpg"), reason="requires process groups"),
 ]
 
-#: Number of signals of a kind. The moments are distributed uniformly over the running time of the searches.
-KILLS, REQUESTS = 20, 8
+#: Number of signals of a kind, and number of signals in each search. The moments are distributed uniformly over the
+#: running time of the searches, with one moment in each quarter.
+KILLS, REQUESTS, EACH = 20, 8, 4
 COMMAND = [sys.executable, "-m", "efficient_ft", "auto", "model=vit_digits", "data.num_workers=0", "memory=4GB",
            "steps=120"]  # fmt: skip
 #: Additional running time in seconds of a search for each interruption, which must start processes again.
@@ -58,15 +59,15 @@ def training_only(process: subprocess.Popen[bytes], number: int) -> bool:
 
 
 Send = Callable[[subprocess.Popen[bytes], int], bool]
-#: Receivers of a signal, the signal, the number of signals, and their number in each search.
-KINDS: dict[str, tuple[Send, int, int, int]] = {
-    "command killed": (command_only, signal.SIGKILL, KILLS, 4),
-    "group killed": (group, signal.SIGKILL, KILLS, 4),
-    "training process killed": (training_only, signal.SIGKILL, KILLS, 2),
-    "Ctrl-C in a terminal": (group, signal.SIGINT, REQUESTS, 4),
-    "Ctrl-C of the command only": (command_only, signal.SIGINT, REQUESTS, 4),
-    "command terminated": (command_only, signal.SIGTERM, REQUESTS, 4),
-    "group terminated": (group, signal.SIGTERM, REQUESTS, 4),
+#: Receivers of a signal, the signal, and the number of signals.
+KINDS: dict[str, tuple[Send, int, int]] = {
+    "command killed": (command_only, signal.SIGKILL, KILLS),
+    "group killed": (group, signal.SIGKILL, KILLS),
+    "training process killed": (training_only, signal.SIGKILL, KILLS),
+    "Ctrl-C in a terminal": (group, signal.SIGINT, REQUESTS),
+    "Ctrl-C of the command only": (command_only, signal.SIGINT, REQUESTS),
+    "command terminated": (command_only, signal.SIGTERM, REQUESTS),
+    "group terminated": (group, signal.SIGTERM, REQUESTS),
 }
 
 
@@ -128,6 +129,7 @@ class Interrupted:
         self.folder, self.send, self.number, self.sent, self.used = folder, send, number, 0, 0.0
         #: Length of the text that was printed before the current process.
         self.printed = 0
+        self.last = 0.0
         self.process, self.began = start(folder), time.monotonic()
 
     def run(self, moments: list[float]) -> None:
@@ -145,11 +147,17 @@ class Interrupted:
         while self.repeated():
             self.process.wait()
 
+    @property
+    def seconds(self) -> float:
+        """The running time of the finished search in seconds."""
+        return self.used + self.last
+
     def repeated(self) -> bool:
         """Check how the command ended. Repeat the command, or return False if the search is finished."""
         status, text = self.process.returncode, printed_in(self.folder)[self.printed :]
         assert "Traceback" not in text, text[-3000:]
         if status == 0:
+            self.last = time.monotonic() - self.began
             return False
         proposing = self.send is training_only and "killed by SIGKILL" in text
         assert status in (-self.number, 128 + self.number) or proposing, (status, text[-3000:])
@@ -166,17 +174,16 @@ class Interrupted:
 def test_a_search_that_is_interrupted_at_random_moments_has_the_same_result(
     kind: str, whole: tuple[Path, float], tmp_path: Path
 ) -> None:
-    send, number, count, each = KINDS[kind]
-    chance, sent, searches = random.Random(kind), 0, 0
+    send, number, count = KINDS[kind]
+    chance, sent, searches, length = random.Random(kind), 0, 0, whole[1] + EACH * AGAIN
     while sent < count:
         folder = tmp_path / str(searches)
         folder.mkdir()
-        length = whole[1] + each * AGAIN
         search = Interrupted(folder, send, number)
-        search.run(sorted(chance.uniform(0, length) for _ in range(min(each, count - sent))))
+        search.run([length * (quarter + chance.random()) / EACH for quarter in range(EACH)])
         if not (search_folder(folder) / "report/report.html").is_file():  # the process that writes it was killed
             assert send is training_only
             assert start(folder).wait() == 0, printed_in(folder)[-3000:]
         require_same(folder, whole[0])
-        sent, searches = sent + search.sent, searches + 1
-        print(f"{kind}: {sent} signals, {searches} searches")
+        sent, searches, length = sent + search.sent, searches + 1, search.seconds
+        print(f"{kind}: {sent} signals, {searches} searches, {length:.0f} s")

@@ -228,7 +228,13 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
     from efficient_ft.search.arms import propose
 
     start_console(False)
-    found = propose(runs, configured, int(memory_bytes), int(count), seconds, _still_running, show)
+
+    def configure(words: Sequence[str]) -> Config:
+        config = configured(words)
+        config.data._stops_early = True  # like early stopping, a search needs validation images
+        return config
+
+    found = propose(runs, configure, int(memory_bytes), int(count), seconds, _still_running, show)
     report_outcome(results=found.model_dump(mode="json"))
 
 
