@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from efficient_ft.config import Config
 from efficient_ft.config.schema import TASK_NAMES
 from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.core.format import bytes_setting, format_bytes
+from efficient_ft.core.format import bytes_setting
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
@@ -70,15 +70,16 @@ def propose(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
     show: Callable[[str], None] = lambda text: None,
+    most_recipes: int | None = None,
 ) -> Proposed:
-    """Return up to `count` arms for the run that `settings` describe.
+    """Return up to `count` arms for the run that `settings` describe, or no arms if no recipe fits `memory_bytes`.
 
     Recipes are examined in the order of their accuracy in similar studies until `seconds` are over. The baselines
     (`BASELINES`) are examined early. `say` is called with a description of each step, and `show` with a summary of the
-    data.
+    data. The arms use at most `most_recipes` different recipes. Further arms have other learning rates.
 
     Raises:
-        UserError: If the data cannot be used, or if no recipe fits `memory_bytes`.
+        UserError: If the data cannot be used.
     """
     began = time.perf_counter()
     end = began + seconds
@@ -95,7 +96,7 @@ def propose(
     smallest: Option | None = None
     for family in families:
         late = time.perf_counter() > end and (found or family.methods != ("head",))
-        if len(found) >= count or late:
+        if len(found) >= min(count, most_recipes or count) or late:
             continue
         for row in family.rows:
             candidate = _candidate(row)
@@ -112,13 +113,18 @@ def propose(
                 found.append((family, option))
                 break
             refused[candidate.name] = f"needs memory={bytes_setting(round(planner.bound(option) / _ROOM))}"
-    if not found:
-        _refuse(planner, memory_bytes, smallest, refused)
     arms = [_arm(planner, family, option, family.lr) for family, option in found]
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
         further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
         arms += further[: max(0, count - len(arms))]
-    return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
+    return Proposed(
+        arms=arms,
+        refused=refused,
+        data=data,
+        seconds=time.perf_counter() - began,
+        smallest=None if smallest is None else smallest.name,
+        smallest_bytes=0 if smallest is None else round(planner.bound(smallest) / _ROOM),
+    )
 
 
 def families_for(task: str, kind: str, size: int, blocks: int) -> Iterator[Family]:
@@ -252,12 +258,3 @@ def _data(config: Config, show: Callable[[str], None]) -> Data:
         do = "The search compares recipes on validation images."
         raise SettingError("data.val_fraction", config.data.val_fraction, "a fraction > 0", do)
     return Data(**sizes, epoch_steps=-(-steps // epochs))
-
-
-def _refuse(planner: Planner, memory_bytes: int, smallest: Option | None, refused: Mapping[str, str]) -> None:
-    if smallest is None:
-        name, reason = next(iter(refused.items()))
-        raise UserError(f"No recipe can be used with this model. {name}: {reason}")
-    needed = round(planner.bound(smallest) / _ROOM)
-    do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
-    raise SettingError("memory", format_bytes(memory_bytes), f"at least {bytes_setting(needed)}", do)
