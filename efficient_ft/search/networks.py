@@ -91,14 +91,15 @@ def propose_each(
 ) -> Proposed:
     """Return up to `count` arms of several networks, and at least one arm of each network that can be used.
 
-    The networks share the time. The arms of the networks alternate.
+    The networks share the time, and each network has at least half of an equal share. The arms of the networks
+    alternate.
 
     Args:
         networks: networks in the order of preference. The name of a network that is not shown is "".
         limit: number of networks that take part (``model=auto``). Networks that cannot be used are then replaced by the
             next networks. If None, all networks take part, and errors of a network are raised.
         count: number of arms.
-        seconds: time in seconds for all proposals, without the start of a process.
+        seconds: time in seconds for all proposals, without the starts of processes.
         memory_bytes: memory budget.
         propose: function that proposes arms for a network.
         clock: function that returns the time in seconds.
@@ -112,13 +113,14 @@ def propose_each(
     most = min(limit or len(networks), len(networks))
     for position, network in enumerate(networks):
         usable = sum(bool(part.arms) for part in found.values())
-        left = seconds - (clock() - began)
+        left = seconds - (clock() - began - sum(starts))
         if limit is not None and usable and (usable == most or left < 0):
             break
-        share = left / min(most - usable, len(networks) - position) - (statistics.mean(starts) if starts else 0.0)
+        # If earlier networks took too long, the most accurate recipe of this network is still examined.
+        share = max(left / min(most - usable, len(networks) - position), seconds / (2 * most))
         started = clock()
         try:
-            part = propose(network, math.ceil(count / most), max(0.0, share))
+            part = propose(network, math.ceil(count / most), share)
         except UserError as error:
             if limit is None:
                 raise (UserError(f"model={network}: {error}") if network else error) from None

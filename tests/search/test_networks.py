@@ -113,11 +113,12 @@ def test_networks_share_the_time() -> None:
     proposals = Proposals({"a": part("a"), "b": part("b"), "c": part("c")}, taken=8.0)
     found = proposals.each(None, count=7, seconds=60.0)
     # Each process takes 3 seconds to start, in addition to the 5 seconds of its proposals.
-    assert proposals.calls == [("a", 3, 20.0), ("b", 3, 52.0 / 2 - 3), ("c", 3, 44.0 - 3)]
+    assert proposals.calls == [("a", 3, 20.0), ("b", 3, 55.0 / 2), ("c", 3, 50.0)]
     assert found.seconds == 24.0 - 3.0
-    late = Proposals({"a": part("a"), "b": part("b")}, taken=80.0)
+    slow = part("a").model_copy(update={"seconds": 80.0})
+    late = Proposals({"a": slow, "b": part("b")}, taken=83.0)
     late.each(None, seconds=60.0)
-    assert late.calls[1] == ("b", 3, 0.0)
+    assert late.calls[1] == ("b", 3, 15.0)
 
 
 def test_one_network_has_plain_names() -> None:
@@ -163,8 +164,8 @@ def test_automatic_networks_that_cannot_be_used_are_replaced() -> None:
     assert set(found.networks) == {"a", "c"}
     assert found.networks["a"] == "the image size cannot be used"
     assert [call[0] for call in proposals.calls] == ["a", "b", "c", "d"]
-    # If the time is over, networks are not replaced.
-    late = Proposals(parts, taken=50.0).each(2, seconds=80.0)
+    # If the time is over, networks are not replaced. A failed process has no measured start.
+    late = Proposals(parts, taken=50.0).each(2, seconds=54.0)
     assert {arm.network for arm in late.arms} == {"b"}
 
 
@@ -241,7 +242,7 @@ def test_the_result_and_the_page_state_the_network(raced: Callable[..., SearchSt
     assert text.splitlines()[0].split()[:2] == ["network", "recipe"]
     assert "stack with model=large and optim.lr=0.001: val accuracy" in text
     assert "for small full" in text
-    assert "large bsr: not used, because it needs memory=3GiB." in text
+    assert "large bsr: not used, because it needs memory=3GB." in text
     write_search_page(tmp_path, tmp_path / "report")
     page = (tmp_path / "report" / PAGE).read_text(encoding="utf-8")
     assert "Search: large stack" in page

@@ -233,7 +233,7 @@ def _propose(
     limit = most_networks(count) if networks.automatic else None
     names = _available(runs, networks, limit, say)
     choosing = clock.monotonic() - began
-    found = propose_each(names, limit, count, max(0.0, seconds - choosing), memory_bytes, propose_one)
+    found = propose_each(names, limit, count, seconds, memory_bytes, propose_one)
     for network, reason in found.networks.items():
         say(f"{network} does not take part. {reason}")
     say(f"Networks: {', '.join(dict.fromkeys(arm.network for arm in found.arms))}.")
