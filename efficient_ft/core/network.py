@@ -7,6 +7,9 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 #: Time limit in seconds, including name resolution. A URL that takes longer counts as unreachable.
@@ -14,6 +17,33 @@ PROBE_SECONDS = 8.0
 
 # Exceptions raised when opening or reading a URL.
 _ERRORS = (OSError, http.client.HTTPException, ValueError)
+
+#: Beginning of the reason if a host answered with an HTTP status. Other files of this host may be available.
+_STATUS = "HTTP "
+#: Reasons why hosts are unreachable, keyed by host, inside `each_host_once`, or None outside of it.
+_unreachable_hosts: ContextVar[dict[str, str] | None] = ContextVar("_unreachable_hosts", default=None)
+#: True inside `local_files_only`.
+_local_only: ContextVar[bool] = ContextVar("_local_only", default=False)
+
+
+@contextmanager
+def local_files_only() -> Iterator[None]:
+    """Let `unreachable` reject every URL without a request, so that only local files count as available."""
+    token = _local_only.set(True)
+    try:
+        yield
+    finally:
+        _local_only.reset(token)
+
+
+@contextmanager
+def each_host_once() -> Iterator[None]:
+    """Let `unreachable` wait for each unreachable host only once, so that many URLs are checked within seconds."""
+    token = _unreachable_hosts.set({})
+    try:
+        yield
+    finally:
+        _unreachable_hosts.reset(token)
 
 
 def open_url(url: str, timeout: float) -> Any:
@@ -44,21 +74,30 @@ def unreachable(url: str, size: int | None = None, accept_404: bool = False) -> 
         None if the URL can be fetched. Otherwise, a message that states the host, the proxy and the reason. For
         example, the host did not answer within `PROBE_SECONDS`.
     """
+    host = urllib.parse.urlsplit(url).netloc
+    known = _unreachable_hosts.get()
+    if _local_only.get():
+        return f"{host}: only local files are checked"
+    if known is not None and host in known:
+        return known[host]
     answer: list[str | None] = []
     # The request runs in a thread, because name resolution ignores socket timeouts.
     thread = threading.Thread(target=lambda: answer.append(_ask(url, size, accept_404)), daemon=True)
     thread.start()
     thread.join(PROBE_SECONDS)
-    host = urllib.parse.urlsplit(url).netloc
-    if not answer:
-        return f"{host}{_through(url)} did not answer within {PROBE_SECONDS:g} seconds"
-    return None if answer[0] is None else f"{host}{_through(url)}: {answer[0]}"
+    if answer and answer[0] is None:
+        return None
+    late = f" did not answer within {PROBE_SECONDS:g} seconds"
+    reason = f"{host}{_through(url)}{f': {answer[0]}' if answer else late}"
+    if known is not None and not (answer and str(answer[0]).startswith(_STATUS)):
+        known[host] = reason
+    return reason
 
 
 def reason_of(error: Exception) -> str:
     """Return a short description of an error from `open_url`."""
     if isinstance(error, urllib.error.HTTPError):
-        return f"HTTP {error.code} {error.reason}"
+        return f"{_STATUS}{error.code} {error.reason}"
     if isinstance(error, urllib.error.URLError):
         return str(error.reason)
     return str(error) or type(error).__name__

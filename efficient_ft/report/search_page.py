@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Mapping
 from functools import partial
 from html import escape
 from pathlib import Path
@@ -46,6 +47,7 @@ def write_search_page(folder: Path, out: Path) -> list[Path]:
         written += write_report(run, run / "report", 0).files
     form = partial(format_metric, metric=state.metric or "accuracy")
     facts = {
+        **({"Network": best.network} if best.network else {}),
         "Recipe": f"{best.recipe}, learning rate {best.lr:.2g} (from the study: {best.source})",
         "Settings": " ".join(state.settings),
         "Time": _time(state),
@@ -61,10 +63,15 @@ def write_search_page(folder: Path, out: Path) -> list[Path]:
         ("Accuracy over time", _curves(state, raced, best)),
         ("More time", _more_time(best, form)),
     ]
-    title = f"Search: {best.recipe}"
+    title = f"Search: {_label(state, best)}"
     head = _headline(state, best) + _link(run, out)
     write_text_atomically(out / PAGE, page(title, facts, head, parts, _missing(state)))
     return [*written, out / PAGE]
+
+
+def _label(state: SearchState, arm: Arm) -> str:
+    """Return the recipe of an arm, after its network if there are several networks."""
+    return f"{arm.network} {arm.recipe}" if state.several_networks else arm.recipe
 
 
 def _headline(state: SearchState, best: Arm) -> str:
@@ -111,7 +118,9 @@ def _missing(state: SearchState) -> list[str]:
 
 def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
     metric = state.metric or "accuracy"
+    several = state.several_networks
     header: list[Cell] = [
+        *(["network"] if several else []),
         "recipe",
         "learning rate",
         f"val {metric}",
@@ -129,6 +138,7 @@ def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
         peak = max((one.peak_bytes for one in arm.slices), default=None)
         rows.append(
             [
+                *([arm.network] if several else []),
                 arm.recipe,
                 (f"{arm.lr:.2g}", arm.lr),
                 ("–" if value is None else format_metric(value, metric), value),
@@ -138,9 +148,14 @@ def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
                 arm.stopped or ("trained to the end" if state.finished else "in the race"),
             ]
         )
-    table = html_table(rows, "Recipes", words=(0, 6), sort=True)
-    refused = "".join(f"<li>{escape(plain_line(f'{name}: {reason}'))}</li>" for name, reason in state.refused.items())
-    return table + (f"<p>These recipes did not take part:</p><ul>{refused}</ul>" if refused else "")
+    table = html_table(rows, "Recipes", words=(0, 1, 7) if several else (0, 6), sort=True)
+    return table + _listed("networks", state.networks) + _listed("recipes", state.refused)
+
+
+def _listed(what: str, reasons: Mapping[str, str]) -> str:
+    """Return a list of the networks or recipes that did not take part, with reasons, or "" if there are none."""
+    items = "".join(f"<li>{escape(plain_line(f'{name}: {reason}'))}</li>" for name, reason in reasons.items())
+    return f"<p>These {what} did not take part:</p><ul>{items}</ul>" if items else ""
 
 
 def _curves(state: SearchState, raced: list[Arm], best: Arm) -> str:
@@ -153,7 +168,7 @@ def _curves(state: SearchState, raced: list[Arm], best: Arm) -> str:
     charts = [line_chart("Validation metric over the training time", "training time in seconds", lines, form, note)]
     front = _front(raced)
     if len(front) > 1:
-        named = ", ".join(arm.recipe for arm in front)
+        named = ", ".join(_label(state, arm) for arm in front)
         line = Line(
             "recipes that no other recipe exceeds in both",
             [max(one.peak_bytes for one in arm.slices) / 2**20 for arm in front],

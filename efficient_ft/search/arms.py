@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,7 +18,7 @@ from torch import nn
 from efficient_ft.config import Config
 from efficient_ft.config.schema import TASK_NAMES
 from efficient_ft.core.errors import SettingError, UserError, first_line
-from efficient_ft.core.format import bytes_setting, format_bytes
+from efficient_ft.core.format import bytes_setting
 from efficient_ft.methods import METHODS
 from efficient_ft.methods.declarations import Axis, Exactness
 from efficient_ft.models import factory
@@ -77,15 +77,17 @@ def propose(
     seconds: float,
     say: Callable[[str], None] = lambda text: None,
     show: Callable[[str], None] = lambda text: None,
+    most_recipes: int | None = None,
 ) -> Proposed:
-    """Return up to `count` arms for the run that `settings` describe.
+    """Return up to `count` arms for the run that `settings` describe, or no arms if no recipe fits `memory_bytes`.
 
     Recipes are examined in the order of their accuracy in similar studies until `seconds` are over. The baselines
     (`BASELINES`) are examined early. `say` is called with a description of each step, and `show` with a summary of the
-    data. If `seconds` is finite, images are then decoded for up to `seconds` seconds.
+    data. The arms use at most `most_recipes` different recipes. Further arms have other learning rates. If `seconds` is
+    finite, images are then decoded for up to `seconds` seconds.
 
     Raises:
-        UserError: If the data cannot be used, or if no recipe fits `memory_bytes`.
+        UserError: If the data cannot be used.
     """
     began = time.perf_counter()
     end = began + seconds
@@ -116,7 +118,7 @@ def propose(
 
     for family in families:
         late = time.perf_counter() > end and (found or family.methods != ("head",))
-        if len(found) >= count or late:
+        if len(found) >= min(count, most_recipes or count) or late:
             continue
         before = len(counted)
         option = _fitting(family, planner, examine)
@@ -124,16 +126,29 @@ def propose(
             found.append((family, option))
         elif counted[before:]:
             least = min(counted[before:], key=planner.bound)
-            refused[least.name] = f"needs memory={_budget(planner, least)}"
-    if not found:
-        _refuse(planner, memory_bytes, counted, refused)
+            refused[least.name] = f"needs memory={bytes_setting(_budget(planner, least))}"
     arms = [_arm(planner, family, option, family.lr) for family, option in found]
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
         further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
         arms += further[: max(0, count - len(arms))]
-    if math.isfinite(seconds):  # with a budget of steps, decoding images does not reduce the budget of a recipe
+    if arms and math.isfinite(
+        seconds
+    ):  # with a budget of steps, decoding images does not reduce the budget of a recipe
         _decode(planner.base, seconds)
-    return Proposed(arms=arms, refused=refused, data=data, seconds=time.perf_counter() - began)
+    smallest = min(counted, key=planner.bound, default=None)
+    return Proposed(
+        arms=arms,
+        refused=refused,
+        data=data,
+        seconds=time.perf_counter() - began,
+        smallest=None if smallest is None else smallest.name,
+        smallest_bytes=0 if smallest is None else _budget(planner, smallest),
+    )
+
+
+def _budget(planner: Planner, option: Option) -> int:
+    """Return the smallest memory budget of a search in which a recipe fits, in bytes."""
+    return round(planner.bound(option) / _ROOM)
 
 
 def families_for(task: str, kind: str, size: int, blocks: int, tokens: int | None) -> Iterator[Family]:
@@ -289,17 +304,3 @@ def _decode(config: Config, seconds: float) -> None:
     data = only(kind_of(config).open(config, factory.input_of(config.model)))
     data.keep_decoded(config.trainer.epochs)
     data.decode(seconds)
-
-
-def _refuse(planner: Planner, memory_bytes: int, counted: Sequence[Option], refused: Mapping[str, str]) -> None:
-    if not counted:
-        name, reason = next(iter(refused.items()))
-        raise UserError(f"No recipe can be used with this model. {name}: {reason}")
-    smallest = min(counted, key=planner.bound)
-    do = f"The recipe {smallest.name} needs the least memory. Or choose a smaller model, batch size or image size."
-    raise SettingError("memory", format_bytes(memory_bytes), f"at least {_budget(planner, smallest)}", do)
-
-
-def _budget(planner: Planner, option: Option) -> str:
-    """Return the memory budget of a search in which a recipe fits, as a value of ``memory``."""
-    return bytes_setting(round(planner.bound(option) / _ROOM))

@@ -29,7 +29,9 @@ def score(arm: Arm, left: float) -> float:
     """Return the expected accuracy of an arm after further `left` steps, relative to full fine-tuning.
 
     Recipes that train few parameters are ahead after few steps, but not at the end. The loss of accuracy in studies is
-    therefore subtracted, weighted with the fraction of the steps that are left.
+    therefore subtracted, weighted with the fraction of the steps that are left. The loss is relative to full
+    fine-tuning of the same network. Nothing is subtracted for the network, because no study predicts how much the
+    accuracy of a network increases in the remaining steps. See `networks_first`.
     """
     last = arm.slices[-1]
     return last.value - left / (last.step + left) * (arm.points_lost or 0.0) / 100
@@ -41,6 +43,14 @@ def ranked(arms: Sequence[Arm], left: Callable[[Arm], float] = lambda arm: 0.0) 
     `left` returns the number of steps that an arm can still train. By default, arms are compared as they are.
     """
     return sorted(arms, key=lambda arm: (-score(arm, left(arm)), arm.slices[-1].loss))
+
+
+def networks_first(order: Sequence[Arm]) -> list[Arm]:
+    """Return ranked arms so that the best arm of each network precedes all other arms."""
+    best: dict[str, Arm] = {}
+    for arm in order:
+        best.setdefault(arm.network, arm)
+    return [*best.values(), *(arm for arm in order if best[arm.network] is not arm)]
 
 
 def rate(arm: Arm) -> float:

@@ -23,7 +23,7 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_metric, format_seconds
 from efficient_ft.record.files import LOCK
 from efficient_ft.search.earlier import PROPOSALS, remove_proposals, stop_earlier
-from efficient_ft.search.halving import overhead, ranked, rate, rungs
+from efficient_ft.search.halving import networks_first, overhead, ranked, rate, rungs
 from efficient_ft.search.state import NAME, Arm, Final, Proposed, Running, SearchState, Slice, read_state, write_state
 
 #: Fractions of the budget for the proposals and for the race. The remaining budget is for the best recipe.
@@ -196,7 +196,7 @@ class Search:
         self._begin(None)
         began = self.clock()
         found = self.propose(self._count(), PROPOSING * state.budget if state.unit == "seconds" else math.inf)
-        state.arms, state.refused, state.data = found.arms, found.refused, found.data
+        state.arms, state.refused, state.networks, state.data = found.arms, found.refused, found.networks, found.data
         state.start = max(0.0, self.clock() - began - found.seconds)
         state.running = None
         least = 2 * (self._overhead() + self._shortest) / RACING
@@ -242,9 +242,13 @@ class Search:
 
     def _eliminate(self, count: int, number: int) -> None:
         """Keep the best `count` arms after round `number`."""
-        order = self._ranked(self.state.alive)
+        better = self._ranked(self.state.alive)
+        # A network whose steps take longer is behind after the first round, so no network is eliminated in this round.
+        order = networks_first(better) if number == 1 else better
         for arm in order[count:]:
-            arm.stopped = f"round {number}: {len(order[:count])} recipes were better"
+            displaced = arm in better[:count]
+            why = "the best recipe of each network continued" if displaced else f"{count} recipes were better"
+            arm.stopped = f"round {number}: {why}"
         self.say(f"After round {number}: {', '.join(self._described(arm) for arm in order[:count])} continue.")
         self._save()
 
@@ -273,10 +277,15 @@ class Search:
         """Return the number of steps that an arm can train in `seconds` seconds (at least 1)."""
         if self.state.unit == "steps":
             return max(1, round(seconds))
-        return max(1, int((seconds - self._overhead()) / max(rate(arm), 1e-9)))
+        return max(1, int((seconds - self._overhead(arm)) / max(rate(arm), 1e-9)))
 
-    def _overhead(self) -> float:
-        return 0.0 if self.state.unit == "steps" else overhead(self.state.arms, self.state.start + LOADING)
+    def _overhead(self, arm: Arm | None = None) -> float:
+        """Return the time of a slice that is not spent on training, in general or for the network of an arm."""
+        if self.state.unit == "steps":
+            return 0.0
+        usual = overhead(self.state.arms, self.state.start + LOADING)
+        same = [one for one in self.state.arms if arm is not None and one.network == arm.network]
+        return overhead(same, usual)
 
     def _slice(self, arm: Arm, seconds: float) -> bool:
         """Train an arm for about `seconds` seconds (or steps). Return True if the slice is finished.
@@ -287,7 +296,7 @@ class Search:
         if self.state.unit == "steps":
             until = str(arm.step + max(1, round(seconds)))
         else:
-            until = f"{max(1, round(seconds - self._overhead()))}s"
+            until = f"{max(1, round(seconds - self._overhead(arm)))}s"
         ended, taken = self._train(arm, [f"pause_at={until}"])
         if ended.results is None:
             return False
@@ -414,7 +423,9 @@ class Search:
         assert self.state.data is not None
         data = self.state.data
         # With stored features, evaluations during training are shorter than the final evaluation of the whole network.
-        slowest = max((one.evaluated for arm in self.state.arms for one in arm.slices), default=0.0)
+        network = None if self.state.final is None else self.state.arm(self.state.final.arm).network
+        same = [arm for arm in self.state.arms if network in (None, arm.network)]
+        slowest = max((one.evaluated for arm in same for one in arm.slices), default=0.0)
         return FINISHING + slowest * (data.val + data.test) / data.val
 
 

@@ -51,7 +51,7 @@ class Arm(_Strict):
     """A recipe with a learning rate that takes part in the search.
 
     Attributes:
-        name: name in tables, e.g. ``full lr=0.0001``.
+        name: name in tables, e.g. ``full lr=0.0001``. With several networks, the name begins with the network.
         recipe: name of the studied row of the recipe.
         arguments: settings of the run, as on the command line, without the length of the run.
         folder: folder of the run, relative to the folder of the search.
@@ -60,6 +60,7 @@ class Arm(_Strict):
         source: title of the study from which the learning rate was taken.
         baseline: True if users compare other recipes with this recipe (full fine-tuning, LoRA or the head).
         needed_bytes: memory budget that the recipe needs.
+        network: option of the group ``model``, or "" if the search was started with one network.
         slices: finished slices of training.
         stopped: the reason why the search no longer trains the arm, or None.
         retried: True if the recipe is not the cause of its failure. A repeated command then tries the arm again.
@@ -74,6 +75,7 @@ class Arm(_Strict):
     source: str
     baseline: bool = False
     needed_bytes: int
+    network: str = ""
     slices: list[Slice] = Field(default_factory=list)
     stopped: str | None = None
     retried: bool = False
@@ -107,12 +109,25 @@ class Data(_Strict):
 
 
 class Proposed(_Strict):
-    """The arms of a search, reasons why other recipes are not used, the sizes of the data, and the time in seconds."""
+    """Proposed recipes for one network, or for all networks of a search.
+
+    Attributes:
+        arms: the recipes. The list is empty if no recipe fits the memory budget.
+        refused: reasons why other recipes are not used, keyed by recipe.
+        data: the sizes of the data.
+        seconds: time in seconds, without the start of a process.
+        smallest: name of the examined recipe that needs the least memory, or None if no recipe can be used.
+        smallest_bytes: memory budget that this recipe needs.
+        networks: reasons why networks do not take part, keyed by network. Each reason is a sentence.
+    """
 
     arms: list[Arm]
     refused: dict[str, str]
     data: Data
     seconds: float
+    smallest: str | None = None
+    smallest_bytes: int = 0
+    networks: dict[str, str] = Field(default_factory=dict)
 
 
 class Final(_Strict):
@@ -148,7 +163,9 @@ class SearchState(_Strict):
         data: numbers of samples, or None before the proposals.
         start: measured time in seconds in which a process starts, without loading a network and data.
         arms: recipes that take part, in the order of their expected accuracy.
-        refused: reasons why other recipes do not take part, keyed by recipe.
+        refused: reasons why other recipes do not take part, keyed by recipe. With several networks, the keys begin with
+            the network.
+        networks: reasons why networks do not take part, keyed by network. Each reason is a sentence.
         rungs: number of arms in each round of the race.
         shares: budget of an arm in each round that has begun.
         metric: name of the validation metric, or None before the first slice.
@@ -166,6 +183,7 @@ class SearchState(_Strict):
     start: float = 0.0
     arms: list[Arm] = Field(default_factory=list)
     refused: dict[str, str] = Field(default_factory=dict)
+    networks: dict[str, str] = Field(default_factory=dict)
     rungs: list[int] = Field(default_factory=list)
     shares: list[float] = Field(default_factory=list)
     metric: str | None = None
@@ -175,6 +193,11 @@ class SearchState(_Strict):
     def arm(self, name: str) -> Arm:
         """Return the arm with a name."""
         return next(arm for arm in self.arms if arm.name == name)
+
+    @property
+    def several_networks(self) -> bool:
+        """True if recipes of several networks take part."""
+        return len({arm.network for arm in self.arms}) > 1
 
     @property
     def alive(self) -> list[Arm]:

@@ -35,16 +35,21 @@ def result_text(state: SearchState, folder: Path) -> str:
     assert state.data is not None
     final, data, metric = state.final, state.data, state.metric or "accuracy"
     arm = state.arm(final.arm)
-    rows: list[tuple[str, ...]] = [("recipe", "lr", f"val {metric}", "steps", "training time", "peak", "stopped")]
+    rows = [("network", "recipe", "lr", f"val {metric}", "steps", "training time", "peak", "stopped")]
     raced = [one for one in state.arms if one.slices]
     for one in [*ranked(raced), *(other for other in state.arms if not other.slices)]:
-        rows.append(_row(one, metric, final if one is arm else None))
-    lines = [text.table(rows, left=(0, 6), rule="")]
+        rows.append((one.network, *_row(one, metric, final if one is arm else None)))
+    if state.several_networks:
+        lines = [text.table(rows, left=(0, 1, 7), rule="")]
+    else:
+        lines = [text.table([row[1:] for row in rows], left=(0, 6), rule="")]
     lines += [f"{name}: not used, because it {reason}." for name, reason in state.refused.items()
               if reason.startswith("needs")]  # fmt: skip
+    lines += [f"{name} does not take part. {reason}" for name, reason in state.networks.items()]
     if final.value is not None:
         lines.append("")
-        said = f"{arm.recipe} with optim.lr={arm.lr:.2g}: val {metric} {format_metric(final.value, metric)}"
+        model = f"model={arm.network} and " if arm.network else ""
+        said = f"{arm.recipe} with {model}optim.lr={arm.lr:.2g}: val {metric} {format_metric(final.value, metric)}"
         if final.test is not None:
             error = f" ± {format_metric(standard_error(final.test, data.test), metric)} (standard error)"
             said += f", test {metric} {format_metric(final.test, metric)}{error if metric == 'accuracy' else ''}"
@@ -85,7 +90,7 @@ def peak_bytes(state: SearchState) -> int:
     return max([*peaks, 0 if state.final is None else state.final.peak_bytes or 0])
 
 
-def _row(arm: Arm, metric: str, final: Final | None) -> tuple[str, ...]:
+def _row(arm: Arm, metric: str, final: Final | None) -> tuple[str, str, str, str, str, str, str]:
     """Return a row of the table. `final` contains the results of the best arm, and is None for other arms."""
     value, steps, trained = arm.value, arm.step, arm.slices[-1].trained if arm.slices else None
     peaks = [one.peak_bytes for one in arm.slices]

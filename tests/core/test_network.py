@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from efficient_ft.core import network
-from efficient_ft.core.network import reason_of, unreachable
+from efficient_ft.core.network import each_host_once, local_files_only, reason_of, unreachable
 
 
 def test_a_file_that_exists_is_reachable_if_its_length_is_the_expected_one(tmp_path: Path) -> None:
@@ -53,3 +53,28 @@ def test_reasons() -> None:
     assert reason_of(urllib.error.URLError("Name or service not known")) == "Name or service not known"
     assert reason_of(OSError(28, "No space left on device")) == "[Errno 28] No space left on device"
     assert reason_of(TimeoutError()) == "TimeoutError"
+
+
+def test_each_unreachable_host_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(url: str, timeout: float) -> None:
+        asked.append(url)
+        if "status" in url:
+            raise urllib.error.HTTPError(url, 403, "no", Message(), None)
+        raise OSError("no route")
+
+    monkeypatch.setattr(network, "open_url", refuse)
+    urls = ["http://a/1", "http://a/2", "http://b/1", "http://status/1", "http://status/2"]
+    with each_host_once():
+        reasons = [unreachable(url) for url in urls]
+    assert reasons == ["a: no route", "a: no route", "b: no route", "status: HTTP 403 no", "status: HTTP 403 no"]
+    assert asked == [urls[0], urls[2], urls[3], urls[4]]
+    unreachable(urls[1])
+    assert asked[-1] == urls[1]
+
+
+def test_local_files_only_makes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "open_url", lambda *given: pytest.fail("a request was made"))
+    with local_files_only():
+        assert unreachable("http://host/x") == "host: only local files are checked"

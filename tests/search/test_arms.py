@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 
 from efficient_ft.cli.hydra.compose import configured
-from efficient_ft.core.errors import SettingError
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.planning import prior
 from efficient_ft.planning.candidates import Candidate
@@ -163,7 +162,17 @@ def test_recipes_that_fit_are_proposed_with_different_rates(monkeypatch: pytest.
         configured(arm.arguments)
 
 
-def test_a_budget_below_all_recipes_names_the_smallest() -> None:
+def test_a_budget_below_all_recipes_has_no_arms_and_names_the_smallest() -> None:
     # The recipe is not asserted: earlier tests may have made this process larger than every recipe.
-    with pytest.raises(SettingError, match=r"memory must be at least \S+iB, got 750 MiB\. The recipe \S+ needs"):
-        propose(RUNS, configured, 750 * 2**20, 3, 30.0)
+    found = propose(RUNS, configured, 750 * 2**20, 3, 30.0)
+    assert found.arms == []
+    assert found.smallest in found.refused
+    assert found.smallest_bytes > 750 * 2**20
+
+
+def test_further_arms_have_other_rates_if_the_number_of_recipes_is_limited() -> None:
+    found = propose(RUNS, configured, 10**11, 4, 60.0, most_recipes=2)
+    first, second = found.arms[:2]
+    assert first.recipe != second.recipe
+    assert [arm.recipe for arm in found.arms] == [first.recipe, second.recipe] * 2
+    assert len({(arm.recipe, arm.lr) for arm in found.arms}) == 4

@@ -8,12 +8,14 @@ import json
 import os
 import re
 import sys
+import time as clock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from efficient_ft.cli.commands.auto_networks import Networks, available_networks, several_networks
 from efficient_ft.cli.exits import report_outcome
 from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.compose import configured
@@ -34,10 +36,15 @@ Find and train the best model within a memory budget and a time budget.
 
     efficient-ft auto data=folder data.root=DIR model=deit_tiny memory=2GB time=30m
     efficient-ft auto data=folder data.root=DIR model=deit_tiny memory=2GB steps=2000
+    efficient-ft auto data=folder data.root=DIR model=deit_tiny,resnet50 memory=2GB time=1h
+    efficient-ft auto data=folder data.root=DIR model=auto memory=2GB time=1h
 
 The command takes recipes and learning rates from finished studies, and excludes recipes whose predicted memory exceeds
 memory. It trains the recipes for a while, keeps the best third according to the validation images, and continues with
 more time. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
+
+With model=A,B, recipes of several networks take part. model=auto selects networks whose pretrained weights are in the
+local cache or can be downloaded.
 
 memory is the budget of each training process. time is the budget of the whole command. With steps=N instead, all
 recipes together train for N steps, and the result does not depend on the speed of the machine. All other settings are
@@ -69,8 +76,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run a search, and print its result."""
     parser = argparse.ArgumentParser(prog="efficient-ft auto", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="memory=SIZE, time=TIME, settings of the runs")
-    parser.add_argument("--propose", nargs=3, type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--propose", nargs=4, type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--networks", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_intermixed_args(arguments)
+    if options.networks is not None:
+        names, limit = options.networks
+        chosen, missing = available_networks(options.settings, names.split(","), int(limit) or None)
+        report_outcome(results={"chosen": chosen, "missing": missing})
+        return
     if options.propose is not None:
         _propose_here(options.settings, *options.propose)
         return
@@ -92,6 +105,7 @@ def auto(
 
     Args:
         settings: settings of the runs as on the command line (``"model=deit_tiny", "data=folder", "data.root=DIR"``).
+            With ``"model=deit_tiny,resnet50"`` or ``"model=auto"``, the recipes of several networks take part.
         memory: memory budget of each training process with a unit, e.g. ``"2GB"``.
         time: time budget of the search with a unit, e.g. ``"30m"``.
         steps: number of optimizer steps of all recipes together, instead of `time`.
@@ -123,21 +137,27 @@ def auto(
             raise SettingError(key, value, "left out, because the search determines this setting")
         if value.startswith("{") and key in ("trainer", "optim", "data"):
             raise SettingError(key, value, "an option of the group", f"Pass each setting as {key}.NAME=VALUE.")
+    networks = several_networks(settings)
+    model = [] if networks is None else [f"model={networks.names[0]}"]
+    own = [word for word in settings if networks is None or key_of(word) != "model"]
     augmented = any(key_of(word).startswith("data.augment") for word in settings)
-    texts = configured(merged(*COMMON, *settings)).data.text is not None
-    runs = merged(*COMMON, *([] if augmented or texts else [CROPS]), *settings, *OWN, f"memory={memory}")
-    config = configured(runs)
+    texts = configured(merged(*COMMON, *own, *model)).data.text is not None
+    runs = merged(*COMMON, *([] if augmented or texts else [CROPS]), *own, *OWN, f"memory={memory}")
+    config = configured([*runs, *model])
     _check(config)
+    for name in () if networks is None or networks.automatic else networks.names[1:]:
+        configured([*runs, f"model={name}"])
     asked = [*settings, f"memory={memory}", f"time={time}" if time is not None else f"steps={steps}"]
     if folder is None:
         data = re.sub(
             r"[^\w.+-]+", "_", Path(image_folders(config)[0]).name if image_folders(config) else config.data.name
         )
         code = hashlib.sha256(json.dumps(sorted(asked)).encode()).hexdigest()[:8]
-        folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", config.model.name), code)
+        named = config.model.name if networks is None else networks.folder
+        folder = Path("outputs", "auto", data, re.sub(r"[^\w.+-]+", "_", named), code)
 
     def propose(count: int, seconds: float) -> Proposed:
-        return _propose(runs, memory_bytes, count, seconds, say, folder / PROPOSALS)
+        return _propose(runs, networks, (memory_bytes, count, seconds), say, folder / PROPOSALS)
 
     unit = "steps" if time is None else "seconds"
     folder.mkdir(parents=True, exist_ok=True)
@@ -201,24 +221,65 @@ def _steps(value: int | str | None) -> float:
 
 
 def _propose(
-    runs: Sequence[str], memory_bytes: int, count: int, seconds: float, say: Callable[[str], None], log: Path
+    runs: Sequence[str],
+    networks: Networks | None,
+    limits: tuple[int, int, float],
+    say: Callable[[str], None],
+    log: Path,
 ) -> Proposed:
-    """Propose arms in a separate process, so that this process remains small.
+    """Propose arms for one network or several networks, in a separate process for each network.
 
-    The output of that process is written to `log`, and is printed by `say`.
+    This process therefore remains small, and the networks do not share memory. The output of the processes is written
+    to `log`, and is printed by `say`. `limits` contains the memory in bytes, the number of arms, and the time in
+    seconds.
     """
+    from efficient_ft.search.networks import most_networks, propose_each
     from efficient_ft.search.state import Proposed
 
-    words = ["auto", *runs, "--propose", str(memory_bytes), str(count), str(seconds)]
+    memory_bytes, count, seconds = limits
+    began = clock.monotonic()
+    printed: set[str] = set()
+
+    def propose_one(network: str, recipes: int, seconds: float) -> Proposed:
+        of_network = [*runs, f"model={network}"] if network else runs
+        words = ["auto", *of_network, "--propose", str(memory_bytes), str(count), str(seconds), str(recipes)]
+        log.unlink(missing_ok=True)
+        ended = _run([*_PROGRAM, *words], log)
+        if ended.results is None:
+            raise UserError(ended.failure or "The process that proposes recipes returned no result.")
+        shown = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = [line for line in shown if line not in printed]
+        printed.update(lines)  # the data are the same for all networks
+        say("\n".join(lines))
+        return Proposed.model_validate(ended.results)
+
+    if networks is None:
+        return propose_each([""], None, count, seconds, memory_bytes, propose_one)
+    limit = most_networks(count) if networks.automatic else None
+    names = _available(runs, networks, limit, say, log)
+    choosing = clock.monotonic() - began
+    found = propose_each(names, limit, count, seconds, memory_bytes, propose_one)
+    for network, reason in found.networks.items():
+        say(f"{network} does not take part. {reason}")
+    say(f"Networks: {', '.join(dict.fromkeys(arm.network for arm in found.arms))}.")
+    return found.model_copy(update={"seconds": found.seconds + choosing})
+
+
+def _available(
+    runs: Sequence[str], networks: Networks, limit: int | None, say: Callable[[str], None], log: Path
+) -> list[str]:
+    """Return the networks whose weights are available, in the order of preference."""
+    words = ["auto", *runs, "--networks", ",".join(networks.names), str(limit or 0)]
     log.unlink(missing_ok=True)
     ended = _run([*_PROGRAM, *words], log)
     if ended.results is None:
-        raise UserError(ended.failure or "The process that proposes recipes returned no result.")
-    say(log.read_text(encoding="utf-8", errors="replace").rstrip())
-    return Proposed.model_validate(ended.results)
+        raise UserError(ended.failure or "The process that selects networks returned no result.")
+    if ended.results["missing"]:
+        say(f"Networks without weights: {', '.join(ended.results['missing'])}.")
+    return list(ended.results["chosen"])
 
 
-def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, seconds: float) -> None:
+def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, seconds: float, recipes: float) -> None:
     """Propose arms in this process, and pass them to the parent process."""
     from efficient_ft.core.allocator import restart_with, use_allocator
 
@@ -234,7 +295,8 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
         config.data._stops_early = True  # like early stopping, a search needs validation images
         return config
 
-    found = propose(runs, configure, int(memory_bytes), int(count), seconds, _still_running, show)
+    words = runs, configure, int(memory_bytes), int(count), seconds, _still_running, show
+    found = propose(*words, most_recipes=int(recipes))
     report_outcome(results=found.model_dump(mode="json"))
 
 
