@@ -48,6 +48,9 @@ IMAGENET = {
 _SIZES = ((15.0, 40.0), (0.0, 15.0), (40.0, math.inf))
 #: Smallest and largest number of networks of ``model=auto``, and the number of arms that each network should have.
 FEWEST, MOST, ARMS = 2, 4, 3
+#: Maximum number of networks of ``model=auto`` that are examined, relative to the number of networks that take part. If
+#: no recipe fits the memory budget, all recipes of a network are examined, which takes about a minute.
+EXAMINED = 2
 
 #: Function that proposes arms for a network, in a separate process. Its arguments are the network, the largest number
 #: of different recipes, and the time in seconds.
@@ -78,6 +81,19 @@ def most_networks(count: int) -> int:
     therefore have two or three networks.
     """
     return max(FEWEST, min(MOST, count // ARMS))
+
+
+def examined(order: Sequence[str], options: Mapping[str, str], limit: int) -> list[str]:
+    """Return the first options in `order` that ``model=auto`` examines, so that `limit` networks take part.
+
+    The result contains the smallest network, because it may be the only network that fits the memory budget. `options`
+    maps each option to its `model.name`.
+    """
+    published = {option: IMAGENET.get(options[option]) for option in order}
+    sizes = {option: math.inf if one is None else one.parameters for option, one in published.items()}
+    smallest = min(order, key=sizes.__getitem__)
+    first = list(order[: EXAMINED * limit])
+    return first if smallest in first else [*first[:-1], smallest]
 
 
 def propose_each(

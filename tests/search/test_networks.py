@@ -15,7 +15,7 @@ from efficient_ft.core.parsing import parse_yaml
 from efficient_ft.report.page import PAGE
 from efficient_ft.report.search_page import write_search_page
 from efficient_ft.search.halving import networks_first
-from efficient_ft.search.networks import IMAGENET, most_networks, preferred, propose_each
+from efficient_ft.search.networks import IMAGENET, examined, most_networks, preferred, propose_each
 from efficient_ft.search.search import open_search
 from efficient_ft.search.state import NAME, Arm, Proposed, SearchState, read_state
 from efficient_ft.search.text import command_of, result_text
@@ -86,6 +86,13 @@ def test_the_most_accurate_network_of_each_size_comes_first() -> None:
     assert found[:4] == ["efficientformerv2_l", "efficientformer_l1", "swinv2_small", "vit_small"]
     assert "swinv2_small_224" not in found  # the same network as swinv2_small
     assert preferred({"b": "unknown_b", "a": "unknown_a", "resnet18": "resnet18.tv_in1k"}) == ["resnet18", "a", "b"]
+
+
+def test_the_smallest_network_is_examined() -> None:
+    order = preferred(options())
+    assert examined(order, options(), 2) == [*order[:3], "mobilenetv2"]
+    assert examined(order[:3], options(), 2) == order[:3]
+    assert examined(["mobilenetv2", *order[:3], "x"], {**options(), "x": "y"}, 2) == ["mobilenetv2", *order[:3]]
 
 
 def test_short_budgets_have_few_networks() -> None:

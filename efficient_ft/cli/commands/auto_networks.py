@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.hydra.conf import CONF
 from efficient_ft.cli.hydra.rows import key_of
-from efficient_ft.config import Config
 from efficient_ft.config.kinds import rules_of
 from efficient_ft.config.schema import ModelConfig
 from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.network import each_host_once, local_files_only
 from efficient_ft.core.parsing import parse_yaml
-from efficient_ft.search.networks import preferred
+from efficient_ft.search.networks import examined, preferred
 
 #: Settings of ``model`` that are allowed with several networks, because they do not depend on the network. The other
 #: settings, for example ``model.weights`` and ``model.mean``, belong to one network.
@@ -92,8 +91,8 @@ def _options(family: str) -> list[str]:
 def available_networks(runs: Sequence[str], names: Sequence[str], limit: int | None) -> tuple[list[str], list[str]]:
     """Return the networks whose weights are available, and the networks whose weights are missing.
 
-    This function imports torch. Networks whose weights are in a local cache come first. The network is used only if
-    fewer than `limit` networks have local weights.
+    This function imports torch. Networks whose weights are in a local cache come first. Hosts are asked only if fewer
+    than `limit` networks have local weights. With a `limit`, the result contains the networks that the search examines.
 
     Args:
         runs: settings of the runs without ``model``.
@@ -114,8 +113,9 @@ def available_networks(runs: Sequence[str], names: Sequence[str], limit: int | N
     with local_files_only():
         local = [name for name in names if missing_weights(configs[name].model) is None]
     others = [name for name in names if name not in local]
+    models = {name: configs[name].model.name for name in names}
     if limit is not None and len(local) >= limit:
-        return _preferred(configs, local), []
+        return examined(_preferred(models, local), models, limit), []
     with each_host_once():
         reasons = {name: missing_weights(configs[name].model) for name in others}
     missing = {name: reason for name, reason in reasons.items() if reason is not None}
@@ -132,8 +132,8 @@ def available_networks(runs: Sequence[str], names: Sequence[str], limit: int | N
             f"model=auto must find the weights of at least one network. The options are {', '.join(names)}. {reason}"
             " Pass one network and a local file instead: model=NAME model.weights=FILE."
         )
-    return [*_preferred(configs, local), *_preferred(configs, remote)], list(missing)
+    return examined([*_preferred(models, local), *_preferred(models, remote)], models, limit), list(missing)
 
 
-def _preferred(configs: dict[str, Config], names: Sequence[str]) -> list[str]:
-    return preferred({name: configs[name].model.name for name in names})
+def _preferred(models: Mapping[str, str], names: Sequence[str]) -> list[str]:
+    return preferred({name: models[name] for name in names})
