@@ -22,13 +22,14 @@ from docsgen import (
     memory,
     others,
     reference,
+    searches,
     studies,
     values,
 )
 from docsgen.markdown import BLOCKS
 
 #: Modules that register their blocks in BLOCKS when they are imported.
-_WITH_BLOCKS = (backbones, blocks, cards, claims, curves, graph, memory, others, reference, studies)
+_WITH_BLOCKS = (backbones, blocks, cards, claims, curves, graph, memory, others, reference, searches, studies)
 
 #: Markers in backticks are not replaced.
 BLOCK = re.compile(r"^<!-- generated: (?P<call>.+?) -->\n(?P<old>.*?)^<!-- end -->$", re.MULTILINE | re.DOTALL)

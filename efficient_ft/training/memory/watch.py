@@ -27,9 +27,10 @@ from efficient_ft.core.units import parse_bytes
 #: Polling intervals in seconds. The shorter interval is used above the fraction `_CLOSE` of the budget.
 INTERVAL, CLOSE_INTERVAL = 0.02, 0.002
 _CLOSE = 0.85
-#: Above the fraction `_NEAR` of the budget, freed memory is returned to the system, at most once per
-#: `_RELEASE_INTERVAL` seconds.
-_NEAR, _RELEASE_INTERVAL = 0.97, 0.5
+#: Fractions of the budget above which freed memory is returned to the system, each with the minimum time in seconds
+#: between two releases. Above the second fraction, releases are frequent, because memory could exceed the budget before
+#: the next release.
+_NEAR, _NEARER = (0.97, 0.5), (0.99, 0.02)
 #: Number of seconds after which an interrupt is repeated. Interrupts that arrive in finalizers are lost.
 _AGAIN = 5.0
 #: The signal that interrupts the main thread. SIGUSR1 and SIGUSR2 request a requeue in Slurm jobs.
@@ -134,7 +135,8 @@ class _Watch(threading.Thread):
         process, released, size = psutil.Process(), 0.0, 0
         while not self.ended.wait(CLOSE_INTERVAL if size > _CLOSE * self._budget else INTERVAL):
             size = process.memory_info().rss
-            near = size > _NEAR * self._budget and time.monotonic() - released > _RELEASE_INTERVAL
+            since = time.monotonic() - released
+            near = any(size > fraction * self._budget and since > least for fraction, least in (_NEAR, _NEARER))
             if near or size > self._budget:
                 release_freed_memory()
                 released, size = time.monotonic(), process.memory_info().rss
