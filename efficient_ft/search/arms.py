@@ -225,12 +225,12 @@ def _fitting(family: Family, planner: Planner, examine: Callable[[Candidate], Op
             return option
         if planner.base.model.frozen_bn is not True:  # BatchNorm statistics depend on the micro-batch
             continue
-        least, growth = planner.bound(option), planner.growth_bytes(option)
+        fixed = option.peak_bytes - planner.growth_bytes(option)
         for parts in split(candidate, planner.base):
             if planner.base.data.batch_size < _MICRO_BATCH * parts.micro_batches:
                 break
-            # At best, the growth is proportional to the micro-batch.
-            if least - growth * (1 - 1 / parts.micro_batches) > planner.memory_bytes:
+            # At best, the growth and its margin are proportional to the micro-batch.
+            if fixed + (planner.bound(option) - fixed) / parts.micro_batches > planner.memory_bytes:
                 continue
             smaller = examine(parts)
             if smaller is not None and planner.fits(smaller):

@@ -40,7 +40,7 @@ LOADING = 3.0
 #: Assumed time in seconds for the cost report, the files and the pages at the end, without the evaluation.
 FINISHING = 12.0
 #: Number of processes for a slice of training that may be killed, for example by another program or for lack of memory
-#: on the machine. Each process continues from the checkpoint of the previous one.
+#: on the machine, or that may exceed the memory budget. Each process continues from the checkpoint of the previous one.
 KILLS = 2
 #: Beginning of `Arm.stopped` for an arm whose process failed.
 FAILED = "failed: "
@@ -50,13 +50,14 @@ class Ended(NamedTuple):
     """Outcome of a process: its results, or the reason for its failure.
 
     `own` is True if the recipe itself is the reason: its loss was not finite, or it exceeded its memory budget.
-    `killed` is True if a signal ended the process.
+    `killed` is True if a signal ended the process. `exceeded` is True if the process exceeded its memory budget.
     """
 
     results: dict[str, Any] | None
     failure: str = ""
     own: bool = False
     killed: bool = False
+    exceeded: bool = False
 
 
 #: Function that runs one slice in a separate process. Its arguments are the command-line arguments of the run and the
@@ -329,7 +330,7 @@ class Search:
     def _train(self, arm: Arm, more: Sequence[str]) -> tuple[Ended, float]:
         """Run a process that trains an arm, and stop the arm if the process fails. Also return the time in seconds.
 
-        The arm is not stopped if the process was killed and may be repeated.
+        The arm is not stopped if a new process may continue its training.
         """
         self._begin(arm)
         began = self.clock()
@@ -340,7 +341,7 @@ class Search:
         if ended.results is not None:
             self._interrupted.pop(arm.name, None)
             self._kills.pop(arm.name, None)
-        elif ended.killed and self._kills[arm.name] < KILLS:
+        elif self._continues(arm, ended):
             self._kills[arm.name] += 1
             self._lose(arm, taken)
             self.state.running = None
@@ -352,6 +353,15 @@ class Search:
             self._save()
             self.say(f"{arm.name} {arm.stopped}")
         return ended, taken
+
+    def _continues(self, arm: Arm, ended: Ended) -> bool:
+        """Return True if a new process continues the training of an arm after the failure of its process.
+
+        A process whose memory grew slowly to the budget is continued too, because the memory of a new process is not
+        fragmented. In the first slice of an arm, the recipe itself may exceed the budget.
+        """
+        may_continue = ended.killed or (ended.exceeded and bool(arm.slices))
+        return may_continue and self._kills[arm.name] < KILLS
 
     def _choose(self) -> None:
         """Choose the best arm, which is then trained to the end."""

@@ -252,15 +252,19 @@ def test_the_time_of_killed_proposals_counts_as_far_as_it_is_known(tmp_path: Pat
     assert state.elapsed == pytest.approx(machine.now - began + 12, abs=0.1)
 
 
-def killing(machine: Machine, kills: Sequence[int]) -> list[int]:
-    """Kill the processes with the given numbers. Return a list that will contain the numbers of all processes."""
+KILLED = Ended(None, "killed by SIGKILL, probably for lack of memory", killed=True)
+EXCEEDED = Ended(None, "the run was stopped", own=True, exceeded=True)
+
+
+def killing(machine: Machine, kills: Sequence[int], ended: Ended = KILLED) -> list[int]:
+    """End the processes with the given numbers. Return a list that will contain the numbers of all processes."""
     run_slice, numbers = machine.run_slice, list[int]()
 
     def run(arguments: Sequence[str], log: Path) -> Ended:
         numbers.append(len(numbers))
         if numbers[-1] in kills:
             machine.now += 3.0
-            return Ended(None, "killed by SIGKILL, probably for lack of memory", killed=True)
+            return ended
         return run_slice(arguments, log)
 
     machine.run_slice = run  # type: ignore[method-assign]
@@ -287,6 +291,18 @@ def test_processes_that_are_killed_are_repeated(tmp_path: Path, unit: str) -> No
             assert found == expected
         else:
             assert found.elapsed == pytest.approx(expected.elapsed, rel=0.02)
+
+
+def test_a_recipe_that_exceeds_its_memory_after_some_time_continues_in_a_new_process(tmp_path: Path) -> None:
+    first = Machine()
+    numbers = killing(first, [0], EXCEEDED)
+    search(tmp_path / "first", first).run()
+    both = Machine()
+    killing(both, [0, numbers[-1]], EXCEEDED)
+    state = search(tmp_path / "both", both).run()
+    assert state.finished
+    assert [one.name for one in state.arms if one.stopped == "failed: the run was stopped"] == [state.arms[0].name]
+    assert len(both.calls) == len(first.calls)
 
 
 def test_a_recipe_whose_processes_are_always_killed_is_stopped(tmp_path: Path) -> None:

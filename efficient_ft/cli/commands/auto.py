@@ -310,7 +310,8 @@ def _run_slice(arguments: Sequence[str], log: Path) -> Ended:
     from efficient_ft.search.search import Ended
 
     ended = _run([*_PROGRAM, *arguments], log)
-    return Ended(ended.results, ended.failure or "", ended.diverged or ended.exceeded, ended.killed)
+    own = ended.diverged or ended.exceeded
+    return Ended(ended.results, ended.failure or "", own, ended.killed, ended.exceeded)
 
 
 def _run(command: Sequence[str], log: Path) -> processes.Ended:
