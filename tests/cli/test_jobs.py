@@ -208,6 +208,7 @@ def test_ctrl_c_ends_a_job_even_if_the_signal_does_not_reach_it(
 ) -> None:
     monkeypatch.setattr(processes, "ASKED", 60.0 if terminal else 0.2)
     received, began = tmp_path / "received", tmp_path / "began"
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
 
     def press() -> None:
         while not began.exists():
@@ -219,8 +220,11 @@ def test_ctrl_c_ends_a_job_even_if_the_signal_does_not_reach_it(
 
     thread = threading.Thread(target=press)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        processes.run([sys.executable, "-c", _WAITS, str(received), str(began)])
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            processes.run([sys.executable, "-c", _WAITS, str(received), str(began)])
+    finally:
+        signal.signal(signal.SIGINT, before)
     thread.join()
     assert received.read_text() == ("SIGINT" if terminal else "SIGTERM")
     assert not processes._running
