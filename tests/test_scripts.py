@@ -89,6 +89,16 @@ def test_time_to_accuracy_summarizes_a_record(monkeypatch: pytest.MonkeyPatch) -
     assert "no run of full" in summary({"bsr": recipes["bsr"]})
 
 
+def test_the_record_of_searches_has_known_trials_with_their_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = json.loads((REPOSITORY / "benchmarks" / "searches_cpu.json").read_text(encoding="utf-8"))
+    script = load("searches", monkeypatch)
+    assert set(record["trials"]) <= {trial.name for trial in script["TRIALS"]}
+    for of in record["trials"].values():
+        found = of["search"]
+        assert found["recipe"] in {" ".join(name.split()[:-1]) for name in found["arms"]}
+        assert f"{found['test']:.1%}" in script["summary"](record["trials"])
+
+
 @pytest.mark.parametrize("name", ["backbones", "encoders"])
 def test_the_record_contains_all_networks_and_recipes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script = load("backbones", monkeypatch)

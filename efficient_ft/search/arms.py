@@ -131,9 +131,8 @@ def propose(
     for factor in (LR_FACTOR, 1 / LR_FACTOR):
         further = [_arm(planner, family, option, family.lr * factor) for family, option in found]
         arms += further[: max(0, count - len(arms))]
-    if arms and math.isfinite(
-        seconds
-    ):  # with a budget of steps, decoding images does not reduce the budget of a recipe
+    # With a budget of steps, decoding images does not reduce the budget of a recipe.
+    if arms and math.isfinite(seconds):
         _decode(planner.base, seconds)
     smallest = min(counted, key=planner.bound, default=None)
     return Proposed(

@@ -294,6 +294,20 @@ def test_freed_memory_is_given_back_before_a_run_is_stopped(
     assert released == [8]
 
 
+@pytest.mark.parametrize(("size", "often"), [(98.0, False), (99.5, True)])
+def test_memory_is_released_more_often_very_close_to_the_budget(
+    monkeypatch: pytest.MonkeyPatch, size: float, often: bool
+) -> None:
+    released: list[float] = []
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=size * 10**6))
+    monkeypatch.setattr(memory_watch.psutil, "Process", lambda: process)
+    monkeypatch.setattr(memory_watch, "release_freed_memory", lambda: released.append(size))
+    with within_budget(of_run(memory="100MB"), torch.device("cpu")):
+        time.sleep(0.4)  # less than the time between two releases further away from the budget
+    assert (len(released) > 1) == often
+    assert released
+
+
 def _plain(settings: Sequence[str]) -> Config:
     return configure([*SETTINGS, *settings])
 

@@ -295,14 +295,15 @@ def _propose_here(runs: Sequence[str], memory_bytes: float, count: float, second
         config.data._stops_early = True  # like early stopping, a search needs validation images
         return config
 
-    words = runs, configure, int(memory_bytes), int(count), seconds, _still_running, show
-    found = propose(*words, most_recipes=int(recipes))
+    found = propose(
+        runs, configure, int(memory_bytes), int(count), seconds, _still_running, show, most_recipes=int(recipes)
+    )
     report_outcome(results=found.model_dump(mode="json"))
 
 
 def _still_running(text: str) -> None:
     """Update the time of the log, from which a repeated search takes the time of a killed process."""
-    with suppress(OSError, NotImplementedError, TypeError):
+    with suppress(OSError, NotImplementedError, TypeError):  # Windows cannot set the time of an open file
         os.utime(sys.stdout.fileno())
 
 
