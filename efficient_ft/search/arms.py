@@ -277,7 +277,7 @@ def _tokens(network: nn.Module) -> int | None:
 def _data(config: Config, show: Callable[[str], None]) -> Data:
     """Return the sizes of the data. Raise SettingError if there are no validation samples.
 
-    The data are inspected and the weights are loaded, and `show` is called with the summary of the data. All training
+    The data are inspected and the weights are loaded, and `show` is called with the summary of each. All training
     processes read the data and the weights in the same way, but they write their output to files.
     """
     kind = kind_of(config)
@@ -286,7 +286,11 @@ def _data(config: Config, show: Callable[[str], None]) -> Data:
     understood = summaries(opened)
     show(summary_text(understood))
     refuse_unusable(config, understood)
-    kind.network(config.model, opened.num_classes)
+    classes = opened.num_classes
+    assert isinstance(classes, int), "a search has one task"
+    loaded = factory.loading_report(kind.network(config.model, classes))
+    if loaded is not None:  # None: random weights, which `create_model` reports
+        show("\n".join(loaded.lines(classes)))
     epochs, steps = run_length(config, opened, 1)
     sizes = {split: data.splits.get(split, 0) for split in ("train", "val", "test")}
     if not sizes["val"]:

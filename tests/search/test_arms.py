@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from safetensors.torch import save_file
 
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.data.image_data import ImageData
+from efficient_ft.models.factory import random_model
 from efficient_ft.planning import prior
 from efficient_ft.planning.candidates import Candidate
 from efficient_ft.planning.prior import Studied, closeness, network_kind
@@ -163,6 +167,16 @@ def test_recipes_that_fit_are_proposed_with_different_rates(monkeypatch: pytest.
     for arm in found.arms:
         assert arm.arguments[-1] == f"optim.lr={arm.lr:.2g}"
         configured(arm.arguments)
+
+
+def test_the_data_and_the_weights_are_shown(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.safetensors"
+    save_file(random_model(configured(RUNS).model, 10).state_dict(), weights)
+    shown: list[str] = []
+    propose([*RUNS, f"model.weights={weights}"], configured, 10**11, 1, 10.0, show=shown.append)
+    text = "\n".join(shown)
+    assert "train: 1,151 images" in text
+    assert re.search(rf"Weights: (\d+) of \1 tensors from {re.escape(str(weights))}\.", text)
 
 
 def test_a_budget_below_all_recipes_has_no_arms_and_names_the_smallest() -> None:
