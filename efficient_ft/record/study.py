@@ -25,6 +25,10 @@ With ``start: lr_test`` in ``tune``, the search starts at the value that is clos
 range test of the row (``efficient-ft lr``), instead of the two middle values. The suggestions are stored in
 ``lr_tests.json``.
 
+With ``steps: N`` in ``tune``, each run of the search is paused after N optimizer steps. It uses the learning rate
+schedule of the whole run, and its accuracy is that of the best epoch so far. A finished run counts in the search with
+its epochs up to this step.
+
 The search also uses records that differ from the study only in the settings that are listed under ``ignore`` in
 ``tune``. For example, with ``ignore: [trainer.precision]``, a study in fp32 can use a search in bf16, but reports only
 runs in fp32.
@@ -32,23 +36,19 @@ runs in fp32.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, NotRequired
 
-import pydantic
-import yaml
 from filelock import FileLock
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StrictInt, Tag, TypeAdapter, ValidationError
+from pydantic import Discriminator, Tag, TypeAdapter, ValidationError
 from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects typing.TypedDict.
 
-from efficient_ft.config.explain import mistake
-from efficient_ft.core.errors import UserError, did_you_mean
-from efficient_ft.core.parsing import parse_json, parse_yaml
+from efficient_ft.core.errors import UserError
+from efficient_ft.core.parsing import parse_json
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import FORMAT, check_format
 from efficient_ft.record.results import (
@@ -61,9 +61,10 @@ from efficient_ft.record.results import (
     images_digest,
 )
 from efficient_ft.record.rows import MetricsFile
+from efficient_ft.record.study_definition import DEFINITION, read_study, setting_of
 from efficient_ft.record.study_start import SearchStarts
 
-DEFINITION, RECORDS = "study.yaml", "records.json"
+RECORDS = "records.json"
 
 #: Maximum difference from the best accuracy (as a fraction) for values whose neighbors are also run.
 NEAR = 0.01
@@ -72,23 +73,6 @@ NEAR = 0.01
 _ENVIRONMENT = ("date", "efficient_ft", "commit", "torch", "device", "threads")
 
 _DO = "Restore the file from a backup or from version control, or rename the file to start again."
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """YAML loader that raises an error for a duplicate key in a mapping. By default, PyYAML keeps the last value."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"{key} occurs twice", key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class _Run(TypedDict):
@@ -116,6 +100,12 @@ class _Accuracy(TypedDict):
     metric: NotRequired[str]
 
 
+class _Paused(_Run):
+    paused_at: int
+    accuracy: _Accuracy
+    curve: NotRequired[list[EpochPoint]]
+
+
 class _Finished(_Run):
     accuracy: _Accuracy
     executed: ExecutedCost
@@ -126,144 +116,37 @@ class _Finished(_Run):
     curve: NotRequired[list[EpochPoint]]
 
 
-#: Schema of the runs in records.json: settings, and either results or the reason why a run diverged.
+def _kind(run: Any) -> str:
+    keys = run if isinstance(run, dict) else ()
+    return "_Diverged" if "diverged" in keys else "_Paused" if "paused_at" in keys else "_Finished"
+
+
+#: Schema of the runs in records.json: settings, and the results, the accuracy of a paused run of the search, or the
+#: reason why a run diverged.
 _RECORDS: TypeAdapter[Any] = TypeAdapter(
     list[
         Annotated[
-            Annotated[_Diverged, Tag("_Diverged")] | Annotated[_Finished, Tag("_Finished")],
-            Discriminator(lambda run: "_Diverged" if isinstance(run, dict) and "diverged" in run else "_Finished"),
+            Annotated[_Diverged, Tag("_Diverged")]
+            | Annotated[_Paused, Tag("_Paused")]
+            | Annotated[_Finished, Tag("_Finished")],
+            Discriminator(_kind),
         ]
     ]
 )
 
 
-class Tune(_Strict):
-    """The tuned setting and the values to search. The runs of the search use the seed `seed`.
-
-    The search ignores differences in the settings listed in `ignore`. It starts at the middle values, or at the
-    suggestion of a learning rate range test.
-    """
-
-    setting: str
-    values: Annotated[list[float], Field(min_length=1), pydantic.AfterValidator(lambda values: sorted(set(values)))]
-    seed: StrictInt
-    ignore: list[str] = []
-    start: Literal["middle", "lr_test"] = "middle"
-
-    @pydantic.field_validator("values", mode="before")
-    @classmethod
-    def _numbers(cls, values: Any) -> Any:
-        if isinstance(values, list) and any(isinstance(value, bool) for value in values):
-            raise ValueError("all values must be numbers, got a Boolean")
-        if isinstance(values, list) and any(isinstance(value, float) and not math.isfinite(value) for value in values):
-            raise ValueError("all values must be finite numbers")
-        return values
-
-
-class Study(_Strict):
-    """Contents of study.yaml. Rows may differ in their methods, and in the settings that are listed in `vary`."""
-
-    title: str
-    about: str = ""
-    vary: list[str] = []
-    settings: list[str]
-    tune: Tune
-    seeds: Annotated[
-        list[StrictInt], Field(min_length=1), pydantic.AfterValidator(lambda seeds: list(dict.fromkeys(seeds)))
-    ]
-    rows: dict[str, list[str]] = Field(min_length=1)
-
-    @property
-    def sample(self) -> str:
-        """Return the noun for a sample of the data set, which is ``image`` or ``text``."""
-        return "text" if "task=text" in self.settings else "image"
-
-    @pydantic.model_validator(mode="after")
-    def _no_clash(self) -> Study:
-        groups = {"settings": self.settings, **{f"row {name}": own for name, own in self.rows.items()}}
-        for where, arguments in groups.items():
-            keys = [_key(argument) for argument in arguments]
-            if twice := next((key for key in keys if keys.count(key) > 1), None):
-                raise ValueError(f"{where} sets {twice} twice. Remove one of the two values")
-            for argument in arguments:
-                # Hydra settings can name functions to call, and command-line options can name folders of such settings.
-                if _key(argument).startswith(("hydra", "-")):
-                    raise ValueError(f"{where} sets {argument}, but a study may contain only settings of runs")
-                if _key(argument) in ("seed", self.tune.setting):
-                    raise ValueError(
-                        f"{where} sets {argument}. Remove this setting, because the study sets its value for each run"
-                    )
-        for where, arguments in groups.items():
-            for key in map(_key, arguments) if where != "settings" else ():
-                if not (key == "method" or key.startswith("method.") or key in self.vary):
-                    raise ValueError(
-                        f"{where} sets {key}, but the rows of a study differ only in their methods. Set {key} for all"
-                        f" rows in settings, or list {key} in vary if the study compares values of {key}"
-                    )
-        if _key(self.tune.setting).startswith(("hydra", "-")):
-            raise ValueError(f"tune.setting is {self.tune.setting}, but a study may contain only settings of runs")
-        if self.tune.start == "lr_test" and (self.tune.setting != "optim.lr" or self.tune.values[0] <= 0):
-            raise ValueError("tune.start: lr_test requires setting: optim.lr and positive values")
-        if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
-            raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run. Remove this entry")
-        for other, name in itertools.combinations(self.rows, 2):
-            if self.rows[name] == self.rows[other]:
-                raise ValueError(f"the rows {other} and {name} have the same settings")
-        return self
-
-
 @dataclass(frozen=True)
 class StudyRun:
-    """A run of a study: row, value of the tuned setting, seed, and arguments without machine-specific settings."""
+    """A run of a study: row, value of the tuned setting, seed, and arguments without machine-specific settings.
+
+    The run is paused after `steps` optimizer steps, unless `steps` is None.
+    """
 
     row: str
     value: float
     seed: int
     arguments: tuple[str, ...]
-
-
-def read_study(folder: Path) -> Study:
-    """Read study.yaml in `folder`. Raise a `UserError` if the file does not exist or cannot be read."""
-    file, plain = folder / DEFINITION, None
-    try:
-        plain = parse_yaml(file.read_text(encoding="utf-8"), _UniqueKeys)  # _UniqueKeys is a SafeLoader.
-        return Study.model_validate(plain)
-    except (FileNotFoundError, NotADirectoryError):
-        raise UserError(f"The folder {folder} contains no {DEFINITION}. Pass the folder of a study.") from None
-    except OSError as error:
-        raise UserError(f"The file {file} cannot be read: {error.strerror}.") from error
-    except ValidationError as error:
-        raise UserError(f"The file {file} cannot be used: {_said(plain, error)}") from error
-    except ValueError as error:
-        raise UserError(f"The file {file} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _said(plain: Any, error: ValidationError) -> str:
-    """Return a sentence about the first mistake in the contents `plain` of a study.yaml."""
-    first = error.errors(include_url=False)[0]
-    if not isinstance(plain, dict):
-        return "it must be a mapping."
-    where = ".".join(str(part) for part in first["loc"] if part != "[key]")
-    match first["type"]:
-        case "value_error":
-            return f"{where + ': ' if where else ''}{first['msg'].removeprefix('Value error, ')}."
-        case "missing":
-            return f"{where} is missing."
-        case "extra_forbidden":
-            known = Tune.model_fields if first["loc"][0] == "tune" else Study.model_fields
-            return f"{where} is not an entry of a study.{did_you_mean(str(first['loc'][-1]), known)}"
-        case "string_type" if first["loc"][-1] == "[key]":
-            return f"{where}: a name must be a string. Put the name in quotes."
-    return str(mistake(Study, plain, "", first["loc"], first["type"]))
-
-
-def chosen_rows(study: Study, names: Sequence[str]) -> list[str]:
-    """Return the selected rows (default: all) in the order of the study. Raise a `UserError` for unknown names."""
-    for name in names:
-        if name not in study.rows:
-            known = ", ".join(study.rows)
-            raise UserError(f"row must be one of {known}, got {name}.{did_you_mean(name, study.rows)}")
-    return [name for name in study.rows if not names or name in names]
+    steps: int | None = None
 
 
 class Records:
@@ -288,7 +171,7 @@ class Records:
             _RECORDS.validate_python(runs)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
-            where = ".".join(str(part) for part in first["loc"] if part not in ("_Finished", "_Diverged"))
+            where = ".".join(str(part) for part in first["loc"] if part not in ("_Finished", "_Paused", "_Diverged"))
             raise UserError(f"The file {self.path} is damaged (runs.{where}: {first['msg']}). {_DO}") from error
         assert isinstance(runs, list)
         return runs
@@ -299,6 +182,15 @@ class Records:
         Raise a `UserError` if the run used different images.
         """
         self._add(run, {**record_of(run, results), **({"curve": list(curve)} if curve else {})})
+
+    def add_paused(self, run: StudyRun, value: float, curve: Sequence[EpochPoint]) -> None:
+        """Add the record of a run that was paused after ``run.steps`` steps, and write the file.
+
+        `value` is the accuracy at the pause, and `curve` contains the finished epochs.
+        """
+        assert run.steps is not None
+        best = max([value, *(point["accuracy"] for point in curve)])
+        self._add(run, {**_what(run), "paused_at": run.steps, "accuracy": {"best": best}, "curve": list(curve)})
 
     def refuse_unwritable(self) -> None:
         """Raise a `UserError` if the folder is not writable. Call this method before training."""
@@ -346,21 +238,24 @@ class Records:
 
         The record may differ from `run` in ignored settings.
         """
-        ignore = self.study.tune.ignore
-        return self.find(run) or next((one for one in self.runs if _describes(one, run, ignore)), None)
+        for ignored in ((), self.study.tune.ignore):
+            for same in (run, replace(run, steps=None)):
+                if (record := next((one for one in self.runs if _describes(one, same, ignored)), None)) is not None:
+                    return record
+        return None
 
     def of_the_search_alone(self) -> int:
         """Return the number of records that are used only by the search, because they differ in ignored settings."""
         searched = [run for row in self.study.rows for run in self._searched(row)]
-        return sum(self.find(run) is None and self.of_the_search(run) is not None for run in searched)
+        found = [(run, self.of_the_search(run)) for run in searched]
+        return sum(record is not None and record["settings"] != list(run.arguments) for run, record in found)
 
     def of_other_settings(self) -> int:
         """Return the number of records that are not used, because the study no longer contains their settings."""
-        tune = self.study.tune
-        counted = [self.of_the_search(run) for row in self.study.rows for run in self._searched(row)]
-        counted += [self.find(self.run(row, value, seed)) for row in self.study.rows for value in tune.values
-                    for seed in self.study.seeds if seed != tune.seed]  # fmt: skip
-        return len(self.runs) - sum(one is not None for one in counted)
+        rows, values = self.study.rows, self.study.tune.values
+        used = [self.of_the_search(run) for row in rows for run in self._searched(row)]
+        used += [self.find(self.run(row, value, seed)) for row in rows for value in values for seed in self.study.seeds]
+        return len(self.runs) - len({id(record) for record in used if record is not None})
 
     def tuning_runs(self, rows: Iterable[str]) -> list[StudyRun]:
         """Return the next runs of the search for all rows that are not tuned yet."""
@@ -397,7 +292,7 @@ class Records:
         """
         values, runs = self.study.tune.values, self._searched(row)
         records = [self.of_the_search(run) for run in runs]
-        best = [-math.inf if r is None or "accuracy" not in r else float(r["accuracy"]["best"]) for r in records]
+        best = [-math.inf if record is None else self._accuracy(record) for record in records]
         middle, start = len(values) // 2, None
         if self.study.tune.start == "lr_test":
             start = self.starts.index(row, self.tested(row), values)
@@ -412,7 +307,18 @@ class Records:
         return values[top] if best[top] > -math.inf else None, [runs[i] for i in needed if records[i] is None]
 
     def _searched(self, row: str) -> list[StudyRun]:
-        return [self.run(row, value, self.study.tune.seed) for value in self.study.tune.values]
+        tune = self.study.tune
+        return [replace(self.run(row, value, tune.seed), steps=tune.steps) for value in tune.values]
+
+    def _accuracy(self, record: Mapping[str, Any]) -> float:
+        """Return the accuracy that the search compares: that of the best epoch up to ``tune.steps``."""
+        steps = self.study.tune.steps
+        if "accuracy" not in record:
+            return -math.inf
+        if steps is None or "paused_at" in record or not record.get("curve"):
+            return float(record["accuracy"]["best"])
+        per_epoch = record["totals"]["steps"] / len(record["curve"])
+        return max((point["accuracy"] for point in record["curve"] if point["epoch"] * per_epoch <= steps), default=0.0)
 
     def finished(self, row: str) -> list[dict[str, Any]]:
         """Return the records of `row` at the best value, one for each seed.
@@ -438,12 +344,11 @@ def _describes(record: Mapping[str, Any], run: StudyRun, ignored: Sequence[str] 
     """Return True if `record` is the record of `run`. The settings in `ignored` may differ."""
     if (record["row"], record["value"], record["seed"]) != (run.row, run.value, run.seed):
         return False
-    recorded, given = ([one for one in of if _key(one) not in ignored] for of in (record["settings"], run.arguments))
+    if "diverged" not in record and record.get("paused_at") != run.steps:
+        return False
+    both = record["settings"], run.arguments
+    recorded, given = ([one for one in settings if setting_of(one) not in ignored] for settings in both)
     return recorded == given
-
-
-def _key(argument: str) -> str:
-    return argument.partition("=")[0].lstrip("+~")
 
 
 def _data_of(arguments: Iterable[str]) -> list[str]:

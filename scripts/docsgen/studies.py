@@ -43,6 +43,22 @@ def point(name: str, row: str) -> dict[str, Any]:
     }
 
 
+def half_agrees(name: str) -> str:
+    """Return the number of rows whose best value after half of the epochs is also the best value after all epochs.
+
+    Only rows with at least three whole runs of the search count.
+    """
+    of, agree = records(name), []
+    for row in of.study.rows:
+        found = [of.find(of.run(row, value, of.study.tune.seed)) for value in of.study.tune.values]
+        curves = [[point["accuracy"] for point in one["curve"]] for one in found if one and one.get("curve")]
+        if len(curves) >= 3:
+            half = [max(curve[: len(curve) // 2]) for curve in curves]
+            whole = [max(curve) for curve in curves]
+            agree.append(half.index(max(half)) == whole.index(max(whole)))
+    return f"{sum(agree)} of {len(agree)}"
+
+
 def points(name: str) -> list[dict[str, Any]]:
     """Return the points of all tuned rows of a study."""
     return [point(name, row) for row in records(name).study.rows if records(name).finished(row)]
@@ -86,7 +102,8 @@ def study_conditions(name: str) -> str:
             f"For each row, `{tune.setting}` is selected from {values} with seed {tune.seed}. The search begins with"
             f" {first}. The search then tries the neighbors of the best value, and the neighbors of every value whose"
             f" accuracy on the validation {of.study.sample}s is within {100 * NEAR:g} point of the best accuracy."
-            " The runs with the selected value use"
+            + (f" It compares the runs after {tune.steps} optimizer steps." if tune.steps else "")
+            + " The runs with the selected value use"
         )
     else:
         chosen = f"All rows use `{tune.setting}={shown(tune.values[0])}`. The runs use"

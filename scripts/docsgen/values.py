@@ -109,6 +109,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "study-times": lambda study, row, cost: (
         f"{studies.point(study, 'full')[cost] / studies.point(study, row)[cost]:.1f}"
     ),
+    "half-agrees": studies.half_agrees,
     "curve-faster": lambda *recipes: f"{_curve(*recipes)[0]:.1f}",
     "curve-points": lambda *recipes: signed(_curve(*recipes)[1], form="+.1f")[0],
     "default-job": _default_job,

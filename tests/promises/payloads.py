@@ -292,7 +292,7 @@ def _weights(folder: Path, name: str, forms: tuple[int, ...]) -> dict[str, float
 
 def _study(folder: Path) -> dict[str, float]:
     """Replace the files of a study by payloads, and put payloads into the settings of its runs."""
-    from efficient_ft.record.study import read_study
+    from efficient_ft.record.study_definition import read_study
 
     write_images(folder / "images")
     mark = str(folder / _MARK)

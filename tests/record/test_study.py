@@ -20,7 +20,8 @@ from efficient_ft.record import study
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.results import are_correct, correct_samples
 from efficient_ft.record.rows import MetricsFile
-from efficient_ft.record.study import Records, chosen_rows, read_study
+from efficient_ft.record.study import EpochPoint, Records
+from efficient_ft.record.study_definition import chosen_rows, read_study
 from efficient_ft.report.studies import notes
 from tests.cli.program import REPOSITORY
 from tests.record.some import some_results
@@ -382,6 +383,55 @@ def test_a_study_runs_and_is_continued(folder: Path) -> None:
     ]  # fmt: skip
     assert {run["totals"]["steps"] for run in runs if run["row"] != "high"} == {2}
     assert all(run["diverged"].startswith("The loss is") for run in runs if run["row"] == "high")
+
+
+def test_the_search_pauses_its_runs_and_compares_accuracies_at_the_same_step(folder: Path) -> None:
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, steps: 10}"))
+    records = Records(folder)
+    low, high = records.tuning_runs(["full"])
+    assert (low.steps, high.steps) == (10, 10)
+    assert not any("pause_at" in argument for argument in low.arguments), "the record describes the whole run"
+    records.add_paused(low, 0.5, [EpochPoint(epoch=1, loss=1.0, accuracy=0.6)])
+    # A finished run of 20 steps and four epochs counts with its first two epochs.
+    finished = results(0.9)
+    finished["totals"]["steps"] = 20
+    accuracies = (0.3, 0.55, 0.9, 0.9)
+    curve = [EpochPoint(epoch=epoch, loss=1.0, accuracy=value) for epoch, value in enumerate(accuracies, 1)]
+    records.add(replace(high, steps=None), finished, curve)
+    records = Records(folder)
+    assert records.tuning_runs(["full"]) == []
+    assert records.best_value("full") == low.value
+    assert records.finished("full") == [], "a paused run is not reported"
+    assert [run.steps for run in records.seed_runs(["full"])] == [None, None]
+    assert (records.of_the_search_alone(), records.of_other_settings()) == (0, 0)
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, steps: 12}"))
+    assert [run.value for run in Records(folder).tuning_runs(["full"])] == [low.value]
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", "seed: 0, steps: 0}"))
+    with pytest.raises(UserError, match=r"tune\.steps"):
+        Records(folder)
+
+
+@pytest.mark.slow
+def test_a_paused_run_of_the_search_is_continued_with_its_seed(folder: Path) -> None:
+    """The study pauses four runs after one of two steps, and continues two of them. They equal uninterrupted runs."""
+    paused = STUDY.replace("seed: 0}", "seed: 0, steps: 1}").replace("seeds: [0, 1]", "seeds: [0]")
+    folders = folder / "paused", folder / "whole"
+    for one, text in zip(folders, (paused, STUDY.replace("seeds: [0, 1]", "seeds: [0]")), strict=True):
+        one.mkdir()
+        (one / "study.yaml").write_text(text)
+        command = [sys.executable, "-m", "efficient_ft", "study", ".", "jobs=2", "trainer.progress=false"]
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(command, cwd=one, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    first, second = (Records(one) for one in folders)
+    assert sum("paused_at" in run for run in first.runs) == 4
+    assert len(second.runs) == 4
+    for row in ("full", "head"):
+        (continued,) = first.finished(row)
+        alone = second.find(second.run(row, continued["value"], 0))
+        assert alone is not None
+        assert continued["accuracy"] == alone["accuracy"]
+        assert continued["totals"]["flops"] == alone["totals"]["flops"]
 
 
 def test_a_test_accuracy_of_zero_is_one(folder: Path) -> None:

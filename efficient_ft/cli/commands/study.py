@@ -6,6 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from efficient_ft.cli.hydra import processes
@@ -21,7 +22,8 @@ from efficient_ft.core.sheet import Column, render
 from efficient_ft.core.terminal import show
 from efficient_ft.core.text import paragraph, plain_line
 from efficient_ft.record.lr_test import NAME, read_suggestion
-from efficient_ft.record.study import Records, StudyRun, chosen_rows, curve_of, shown
+from efficient_ft.record.study import Records, StudyRun, curve_of, shown
+from efficient_ft.record.study_definition import chosen_rows
 
 DESCRIPTION = """\
 Run a study. FOLDER/study.yaml defines the rows (methods), the setting that is tuned for each row, and the seeds.
@@ -109,7 +111,8 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     for run in runs:
         if records.find(run) is not None:
             continue
-        arguments = merged(*run.arguments, *settings)
+        pause = [] if run.steps is None else [f"pause_at={run.steps}"]
+        arguments = (*merged(*run.arguments, *settings), *pause)
         config = configured(arguments)
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
         job = Job(arguments, title, folder_of(config), config)
@@ -125,11 +128,14 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     _refuse_other_images(records, {run_of[id(job)]: job.config for job in jobs})
 
     def record(job: Job) -> None:
-        if job.results is not None:
+        run = run_of[id(job)]
+        if job.results is not None and (paused := job.results.get("paused")) is not None:
+            records.add_paused(run, paused["value"], curve_of(job.folder, paused))
+        elif job.results is not None:
             curve = curve_of(job.folder, job.results["accuracy"])
-            records.add(run_of[id(job)], job.results, curve)  # type: ignore[arg-type]
+            records.add(replace(run, steps=None), job.results, curve)  # type: ignore[arg-type]
         elif job.diverged and job.failure is not None:
-            records.add_diverged(run_of[id(job)], job.failure)
+            records.add_diverged(run, job.failure)
 
     try:
         run_jobs(jobs, lambda job: command(None, None, None, job.arguments), jobs[0].config.jobs, record)

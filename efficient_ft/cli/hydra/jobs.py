@@ -26,7 +26,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_metric, format_number
 from efficient_ft.core.terminal import show, shown_path, wrapped
 from efficient_ft.core.units import parse_seconds
-from efficient_ft.record.collection import collect_runs, metric_of, write_tables
+from efficient_ft.record.collection import collect_runs, write_tables
 from efficient_ft.record.formats import USE_ITS_VERSION
 from efficient_ft.record.results import NAME, read_results
 
@@ -201,15 +201,15 @@ def write_sweep_table(outputs: Path, folders: Sequence[Path]) -> None:
 
 def summary(jobs: Sequence[Job]) -> str:
     """Return a table with the best metric and the executed backward FLOPs of each job, followed by the failures."""
-    metrics = dict.fromkeys(metric_of(job.results) for job in jobs if job.results and "accuracy" in job.results)
+    # The results of a paused run contain only the last evaluation, and those of a cost report only the cost.
+    found = [(job.results or {}).get("accuracy", (job.results or {}).get("paused", {})) for job in jobs]
+    metrics = dict.fromkeys(one.get("metric", "accuracy") for one in found if one)
     best_of = "best " + (" or ".join(map(text.spelled, metrics)) or "accuracy")
     rows = [("job", best_of, "backward FLOPs", "folder")]
-    for job in jobs:
-        results = job.results or {}
-        best = results.get("accuracy", {}).get("best")
-        # The results of a cost report contain only the cost.
+    for job, one in zip(jobs, found, strict=True):
+        results, best = job.results or {}, one.get("best", one.get("value"))
         flops = results.get("cost", results).get("executed", {}).get("backward_flops")
-        accuracy = "–" if best is None else format_metric(best, metric_of(results))
+        accuracy = "–" if best is None else format_metric(best, one.get("metric", "accuracy"))
         accuracy = "failed" if job.failure is not None else accuracy
         counted = "–" if flops is None else format_number(flops)
         rows.append((job.title, accuracy, counted, str(job.folder) if job.trains else "–"))
