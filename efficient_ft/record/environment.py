@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
@@ -91,13 +92,24 @@ def _version(package: str) -> str:
 
 
 def cpu_name() -> str:
-    """Return the model name of the CPU, or the architecture of the CPU if the name is unknown."""
+    """Return the model name of the CPU, or the architecture of the CPU if the name is unknown.
+
+    Virtual machines often report a name without a number, for example ``AMD EPYC``. Such a name is the same for several
+    generations, so the family and the model of the CPU are added.
+    """
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0]  # the first core
     except OSError:  # not Linux
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+        text = ""
+    lines = (line.partition(":") for line in text.splitlines())
+    about = {key.strip(): value.strip() for key, _, value in lines}
+    name = about.get("model name")
+    if not name:
+        return platform.processor() or platform.machine()
+    generic = not re.search(r"\d", name.partition("@")[0])  # "@ 2.20GHz" is the frequency
+    if generic and {"cpu family", "model"} <= about.keys():
+        return f"{name} (family {about['cpu family']}, model {about['model']})"
+    return name
 
 
 def busy_note(recorded: Mapping[str, Any]) -> str | None:
