@@ -27,6 +27,7 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_ratio
 from efficient_ft.core.parsing import parse_json
+from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.cost import AUTOCAST, TrainingStep
 from efficient_ft.cost.probe import undisturbed
 from efficient_ft.methods.base import apply_methods
@@ -61,6 +62,8 @@ _SMALL, _NARROW = 1_000_000, 110
 _ROUNDS = 3
 #: Maximum number of images and approximate time (seconds) of a timed step of a network in fp32.
 _MOST_IMAGES, _STEP_SECONDS = 8, 0.5
+#: Names of the types of devices that may have bf16 instructions.
+_NAMES = {"cpu": "processor", "cuda": "GPU"}
 #: Sentence that is printed if ``auto`` has selected fp32 on a device with bf16 instructions.
 _BF16 = "trainer.precision=bf16 trains in bf16."
 
@@ -96,6 +99,18 @@ def resolve_precision(config: Config, device: torch.device, folder: Path | None 
     return config.with_precision(choice.precision)
 
 
+def in_bf16(config: Config, device: torch.device, folder: Path | None = None) -> Config | None:
+    """Return a copy of `config` in bf16 if ``auto`` has selected fp32 on a device with bf16 instructions, or None.
+
+    A run uses the copy if it does not fit into its memory budget in fp32. The arguments are those of
+    `resolve_precision`. A run that has already started keeps its precision.
+    """
+    automatic = config.given_precision == "auto" and config.trainer.precision == "fp32"
+    if not automatic or _stored(folder) is not None or device.type not in _NAMES or not has_bf16_units(device):
+        return None
+    return config.with_precision("bf16")
+
+
 def precision_note(config: Config, device: torch.device) -> dict[str, str]:
     """Return the file name and the text that record the precision in a run folder.
 
@@ -125,7 +140,7 @@ def _stored(folder: Path | None) -> Choice | None:
 
 def choose_precision(config: Config, device: torch.device) -> Choice:
     """Return the precision of a new run on `device`."""
-    name = {"cpu": "processor", "cuda": "GPU"}.get(device.type)
+    name = _NAMES.get(device.type)
     if name is None:
         return Choice("fp32", f"trainer.precision=auto does not use bf16 on {device.type}")
     if not has_bf16_units(device):
@@ -174,6 +189,7 @@ def _cached(key: str, measure: Callable[[], float]) -> float:
     if isinstance(ratio, float) and math.isfinite(ratio) and ratio > 0:
         return ratio
     ratio = measure()
+    release_freed_memory()
     with suppress(OSError):  # without a writable folder, every run measures
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text_atomically(file, json.dumps({**known, key: ratio}, indent=1) + "\n")
@@ -206,14 +222,15 @@ def products_time() -> float:
 def network_time(config: Config) -> float:
     """Time training steps of a run on random images, without updates. Return the time of bf16 divided by that of fp32.
 
-    The batch is reduced, so that the measurement takes a few seconds.
+    The batch is reduced, so that the measurement takes a few seconds and, in a run with a memory budget, needs less
+    memory than the run: with half of the images, a step in fp32 needs at most as much memory as a step in bf16.
     """
     kind = kind_of(config)
+    most = min(config.data.batch_size, _MOST_IMAGES) // (1 if config.memory is None else 2) or 1
     with undisturbed():
         network = kind.random_network(config.model, kind.classes(config)).to(memory_format=torch.channels_last)
         methods = build_methods(config)
         apply_methods(network, methods)
-        most = min(config.data.batch_size, _MOST_IMAGES)
         spec = replace(step_spec(config.with_precision("fp32")), batch_size=min(most, 2))
 
         def run(precision: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from efficient_ft.config import Config, data_configs, image_folders, refuse_automatic
 from efficient_ft.config.class_weights import missing_weights_file
-from efficient_ft.core.errors import UserError, single_values
+from efficient_ft.core.errors import MemoryLimitError, UserError, single_values
 from efficient_ft.cost import Prediction
 from efficient_ft.data import read_data
 from efficient_ft.models import factory
@@ -35,9 +35,9 @@ from efficient_ft.training.memory.batch_size import (
     with_effective_batch_size,
     with_selected_batch_size,
 )
-from efficient_ft.training.memory.budget import require_within_budget
+from efficient_ft.training.memory.budget import Predictor, measured_predictor, require_within_budget
 from efficient_ft.training.memory.out_of_memory import out_of_memory
-from efficient_ft.training.memory.watch import stop_from_now_on, within_budget
+from efficient_ft.training.memory.watch import budget_of, stop_from_now_on, within_budget
 from efficient_ft.training.output.console import quiet_lightning, rank, results_text, say
 from efficient_ft.training.output.faults import faults_of_the_system
 from efficient_ft.training.output.folder import (
@@ -50,7 +50,7 @@ from efficient_ft.training.output.folder import (
     refuse_other_images,
     refuse_split_run,
 )
-from efficient_ft.training.precision import resolve_precision
+from efficient_ft.training.precision import in_bf16, resolve_precision
 from efficient_ft.training.processes import connect
 from efficient_ft.training.train import fit, prepare
 from efficient_ft.training.trainer import on_device
@@ -120,11 +120,30 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
                 data = kind_of(config).open(config, factory.input_of(config.model))
                 config, predicted, predictor = with_selected_batch_size(config, data, kept)
                 if config.memory is not None:
-                    predicted = require_within_budget(config, data, folder, predictor)
+                    config, predicted = _within_budget(config, data, folder, predictor, kept)
                 del predictor
                 stop_from_now_on(config)
         with locked(folder) as held, faults_of_the_system(folder, lambda: held.begun), out_of_memory(config):
             return _train(config, held, arguments, begun, data, predicted)
+
+
+def _within_budget(
+    config: Config, data: RunData, folder: Path, predictor: Predictor | None, kept: Path | None
+) -> tuple[Config, Prediction | None]:
+    """Predict the memory of a run with a memory budget. See `require_within_budget` and `in_bf16`.
+
+    Raises:
+        UserError: If the run does not fit into its budget.
+    """
+    predictor = predictor or measured_predictor(config, data, folder)
+    try:
+        return config, require_within_budget(config, data, folder, predictor)
+    except MemoryLimitError:
+        other = in_bf16(config, on_device(config), kept)
+        if other is None or predictor(other).peak_bytes > (budget_of(config) or 0):
+            raise
+    say("Precision: bf16, because the run does not fit into its memory budget in fp32.")
+    return other, require_within_budget(other, data, folder, predictor)
 
 
 def _train(

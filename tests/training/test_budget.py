@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from efficient_ft.config import Config, check
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import MemoryLimitError, SettingError, UserError
 from efficient_ft.core.process_memory import HighWaterMark, lifetime_peak_bytes, release_freed_memory, resident_bytes
 from efficient_ft.cost import Demand, Forward, Prediction, count_evaluation, predict
 from efficient_ft.models import factory
@@ -27,7 +27,7 @@ from efficient_ft.training.memory import budget
 from efficient_ft.training.memory import watch as memory_watch
 from efficient_ft.training.memory.budget import Predictor
 from efficient_ft.training.memory.watch import within_budget
-from efficient_ft.training.run import run
+from efficient_ft.training.run import _within_budget, run
 from tests.conftest import unwrapped
 from tests.data.mask_pictures import write_folder
 from tests.planning.common import SETTINGS, configure
@@ -51,6 +51,30 @@ def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path:
     ):
         run(of_run(memory="200MB"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("bf16", [300, 900])
+def test_a_run_that_fits_only_in_bf16_uses_bf16(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16: int
+) -> None:
+    peaks = {"fp32": 800 * 2**20, "bf16": bf16 * 2**20}
+    monkeypatch.setattr("efficient_ft.training.precision.has_bf16_units", lambda device: True)
+    asked = _predicting(monkeypatch, lambda config: {"training": peaks[config.trainer.precision]})
+    plain = of_run(memory="500MiB").model_dump(mode="json")
+    plain["trainer"]["precision"] = "auto"
+    config = check(plain).with_precision("fp32")
+    data = kind_of(config).open(config, factory.input_of(config.model))
+    predictor = Predictor(config, data, 0, torch.device("cpu"))
+    if bf16 > 500:
+        with pytest.raises(MemoryLimitError, match=r"the run would take about 800 MiB"):
+            _within_budget(config, data, tmp_path, predictor, tmp_path)
+        return
+    chosen, predicted = _within_budget(config, data, tmp_path, predictor, tmp_path)
+    assert chosen.trainer.precision == "bf16"
+    assert predicted is not None
+    assert predicted.peak_bytes == peaks["bf16"]
+    assert "Precision: bf16, because the run does not fit" in unwrapped(capsys.readouterr().out)
+    assert {one.trainer.precision for one in asked} == {"fp32", "bf16"}
 
 
 def _predicting(monkeypatch: pytest.MonkeyPatch, phases: Callable[[Config], dict[str, int]]) -> list[Config]:

@@ -22,7 +22,8 @@ from efficient_ft.record.environment import cpu_name
 from efficient_ft.training import bf16_units, precision
 from efficient_ft.training.bf16_units import bf16_is_emulated, has_bf16_units
 from efficient_ft.training.evaluate import evaluate
-from efficient_ft.training.precision import choose_precision, resolve_precision
+from efficient_ft.training.memory.budget import Predictor
+from efficient_ft.training.precision import choose_precision, in_bf16, network_time, resolve_precision
 from efficient_ft.training.run import run
 from tests.config.settings import with_settings
 from tests.conftest import REPOSITORY, unwrapped
@@ -192,6 +193,42 @@ def test_without_a_writable_cache_the_time_is_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     has_units(monkeypatch, 1.5)
     assert choose_precision(auto(), CPU).precision == "fp32"
+
+
+def test_a_run_uses_bf16_if_it_does_not_fit_into_its_budget_in_fp32(monkeypatch, tmp_path):
+    has_units(monkeypatch, 1.5)
+    config = resolve_precision(auto(), CPU)
+    assert config.trainer.precision == "fp32"
+    other = in_bf16(config, CPU)
+    assert other is not None
+    assert (other.trainer.precision, other.given_precision) == ("bf16", "auto")
+    assert fingerprint(other) == fingerprint(config)
+    assert in_bf16(check(with_settings()), CPU) is None, "the user selected fp32"
+    (tmp_path / precision.NAME).write_text('{"precision": "fp32", "device": "a CPU"}')
+    assert in_bf16(config, CPU, tmp_path) is None, "a run keeps its precision"
+
+
+def test_the_predicted_memory_depends_on_the_selected_precision():
+    config = configured(["model=vit_digits", "data=digits", "trainer.precision=auto"])
+    predict = Predictor(config, None, 0, CPU)
+    low, high = (predict(config.with_precision(one)).peak_bytes for one in ("bf16", "fp32"))
+    assert low != high
+
+
+def test_with_a_memory_budget_the_timed_step_has_half_of_the_images(monkeypatch):
+    sizes = []
+    monkeypatch.setattr(precision, "_ratio", lambda run, rounds: 1.0)
+    monkeypatch.setattr(precision, "_seconds", lambda run, precision: 1e-3)  # many images fit into the time
+
+    class Step(precision.TrainingStep):
+        def __init__(self, network, methods, spec):
+            super().__init__(network, methods, spec)
+            sizes.append(spec.batch_size)
+
+    monkeypatch.setattr(precision, "TrainingStep", Step)
+    for memory in ("null", "4GB"):
+        network_time(configured(["model=vit_digits", "data=digits", "data.batch_size=6", f"memory={memory}"]))
+    assert sizes == [2, 6, 2, 3]
 
 
 def test_nothing_is_measured_without_units(monkeypatch):

@@ -77,9 +77,9 @@ class Predictor:
         self._kind = kind_of(config)
         self._classes = self._kind.classes(config) if images is None else images.num_classes
         self._networks: dict[str, nn.Module] = {}
-        #: Dict from configurations to the fields of `Demand` that depend on the training step.
-        self._steps: dict[str, dict[str, Any]] = {}
-        self._forwards: dict[tuple[str, int, tuple[int, ...]], Forward] = {}
+        #: Dict from precisions and configurations to the fields of `Demand` that depend on the training step.
+        self._steps: dict[tuple[str, str], dict[str, Any]] = {}
+        self._forwards: dict[tuple[str, str, int, tuple[int, ...]], Forward] = {}
         self._examples: dict[tuple[int, int], Forward] = {}
         self._inspection: int | None = None
 
@@ -120,7 +120,8 @@ class Predictor:
 
     def demand(self, config: Config) -> Demand:
         """Count the memory that each phase of a run requires."""
-        key = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
+        dump = config.model_dump_json(include={"method", "optim", "trainer", "data", "model"})
+        key = (config.trainer.precision, dump)  # the dump contains the given precision, for example auto
         if key not in self._steps:
             self._steps[key] = self._step(config)
         return replace(self.around(config, build_methods(config)), **self._steps[key])
@@ -187,7 +188,8 @@ class Predictor:
         }
 
     def _forward(self, config: Config, samples: int, size: tuple[int, ...], methods: Sequence[Method]) -> Forward:
-        key = (config.model_dump_json(include={"model", *(("method",) if methods else ())}), samples, size)
+        dump = config.model_dump_json(include={"model", *(("method",) if methods else ())})
+        key = (config.trainer.precision, dump, samples, size)
         if key not in self._forwards:
             network = self.network(config)
             spec = step_spec(config)
