@@ -14,6 +14,10 @@ The parts of a trial are run separately (`--part`), and parts that are already i
   the time of the search, so other programs may run meanwhile.
 - ``hand``: five recipes that a user would choose within the memory budget, each with three learning rates and as many
   steps as fit into the time of the search. A recipe that exceeds the memory budget is recorded with the reason.
+- ``decay``: the same recipes and learning rates, each with 60 steps at a constant learning rate, with 60 steps at a
+  learning rate that decreases in the last 27 steps, and with 180 steps, at a learning rate that decreases in the last
+  81 steps. The first and the last run are one run, which is paused and continued, as in a search. This part does not
+  depend on the time of the trial.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +67,8 @@ HAND = {
 RATES = ("1e-4", "1e-3", "1e-2")
 #: Time in seconds for which the step time of a recipe is measured.
 TIMED = 40
+#: Numbers of steps of the part ``decay``, and the fraction of them in which the learning rate decreases.
+RUNG, WHOLE, DECAY = 60, 180, 0.45
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, metavar="DIR")
     parser.add_argument("--weights", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--part", choices=("search", "full", "hand"), default="search", help="default search")
+    parser.add_argument("--part", choices=tuple(PARTS), default="search", help="default search")
     parser.add_argument("--only", action="append", metavar="NAME", help="may be repeated (default: all trials)")
     parser.add_argument("--place", type=Path, metavar="DIR", help="folder for the runs (default: a temporary folder)")
     parser.add_argument("--json", type=Path, required=True, metavar="FILE")
@@ -226,7 +233,27 @@ def hand(trial: Trial, settings: Sequence[str], of: dict[str, Any], place: Path)
                 yield {"hand": recipes}
 
 
-PARTS = {"search": search, "full": full, "hand": hand}
+def decay(trial: Trial, settings: Sequence[str], of: dict[str, Any], place: Path) -> Any:
+    """Train recipes for `RUNG` steps at a constant and at a decreasing learning rate, and for `WHOLE` steps."""
+    place.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = of.setdefault("decay", {"steps": [RUNG, WHOLE]})
+    for name, methods in HAND.items():
+        for lr in RATES:
+            if f"{name}, {lr}" in found:
+                continue
+            constant = [*methods, f"optim.lr={lr}", "optim.schedule=constant"]
+            short = [f"trainer.max_steps={RUNG}", f"optim.decay_steps={round(DECAY * RUNG)}"]
+            whole = [f"trainer.max_steps={WHOLE}", f"optim.decay_steps={round(DECAY * WHOLE)}"]
+            with tempfile.TemporaryDirectory(dir=place) as folder:
+                paused = run(settings, [*constant, f"pause_at={RUNG}"], place, Path(folder))["paused"]
+                ended = run(settings, [*constant, *whole], place, Path(folder))["accuracy"]
+            decreased = run(settings, [*constant, *short], place)["accuracy"]
+            values = {"constant": paused["value"], "decreased": decreased["last"], "whole": ended["last"]}
+            found[f"{name}, {lr}"] = {**values, "test": ended["test"]}
+            yield {"decay": found}
+
+
+PARTS = {"search": search, "full": full, "hand": hand, "decay": decay}
 
 
 def step_seconds(paused: dict[str, Any]) -> float:
@@ -234,11 +261,15 @@ def step_seconds(paused: dict[str, Any]) -> float:
     return (paused["seconds"] - paused["evaluation_seconds"]) / paused["step"]
 
 
-def run(settings: Sequence[str], more: Sequence[str], place: Path) -> dict[str, Any]:
-    """Train once in a new folder, and return the results. Raise RuntimeError with the reason if the run fails."""
+def run(settings: Sequence[str], more: Sequence[str], place: Path, kept: Path | None = None) -> dict[str, Any]:
+    """Train once, and return the results. The run uses the folder `kept`, or a new one that is removed.
+
+    Raises:
+        RuntimeError: If the run fails. The message contains the reason.
+    """
     place.mkdir(parents=True, exist_ok=True)
     epochs = ["trainer.epochs=1000000", "trainer.progress=false", "cost.baseline=none", "cost.steps=1"]
-    with tempfile.TemporaryDirectory(dir=place) as folder:
+    with nullcontext(kept) if kept is not None else tempfile.TemporaryDirectory(dir=place) as folder:
         words = [*merged(*settings, *COMMON, CROPS, *more, *epochs), f"hydra.run.dir={folder}/run"]
         ended = processes.run([sys.executable, "-m", "efficient_ft", *words], {}, place / "runs.log")
     if ended.results is None:
