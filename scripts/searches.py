@@ -43,7 +43,7 @@ from efficient_ft.cli.commands.auto import COMMON, CROPS
 from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.rows import merged
 from efficient_ft.core.text import table
-from efficient_ft.record.environment import environment
+from efficient_ft.record.environment import cpu_name, environment
 from efficient_ft.search.state import SearchState, read_state
 from efficient_ft.search.text import peak_bytes
 
@@ -161,7 +161,8 @@ def search(trial: Trial, settings: Sequence[str], of: dict[str, Any], place: Pat
         state = read_state(folder)
         if ended.returncode or state is None:
             raise SystemExit(f"The search failed. Its output is in {place / 'search.log'}.")
-        yield {"search": {"before_bytes": before, "load": load, "seconds": seconds, **described(state)}}
+        about = {"before_bytes": before, "load": load, "device": cpu_name(), "seconds": seconds}
+        yield {"search": {**about, **described(state)}}
     if "full_step_seconds" not in of:
         timed = run(settings, ["method=full", "optim.schedule=constant", f"pause_at={TIMED}s"], place)["paused"]
         yield {"full_step_seconds": step_seconds(timed)}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from scipy.stats import spearmanr
+
 from docsgen import records
 from docsgen.markdown import block, table
 
@@ -38,6 +40,25 @@ def searches() -> str:
             ]
         )
     head = ["images", "network", "time", "recipe", "learning rate", "test accuracy", "`full`, same time"]
+    return table(head, rows, left=4)
+
+
+@block
+def search_decay() -> str:
+    """Compare short runs at a constant and at a decreasing learning rate as predictions of longer runs."""
+    rows = []
+    for name, of in records.load("searches")["trials"].items():
+        if "decay" not in of:
+            continue
+        runs = [one for arm, one in of["decay"].items() if arm != "steps"]
+        best = max(one["whole"] for one in runs)
+        for how in ("constant", "decreased"):
+            chosen = max(runs, key=lambda one: float(one[how]))
+            ranks = spearmanr([one[how] for one in runs], [one["whole"] for one in runs]).statistic
+            rows.append(
+                [*_trial(name)[:2], str(len(runs)), how, f"{ranks:.2f}", f"{100 * (best - chosen['whole']):.1f}"]
+            )
+    head = ["images", "network", "runs", "learning rate of the short runs", "rank correlation", "points lost"]
     return table(head, rows, left=4)
 
 
