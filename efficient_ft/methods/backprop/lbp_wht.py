@@ -46,9 +46,9 @@ class LBPWHT(LowRankBackward):
         profile_steps: number of optimizer steps over which ``lhe`` measures the energy.
         skip: parts of layer names, such as ``attention``, ``fc2`` or ``mlp.fc2``. Layers whose names contain one of
             these parts keep the exact backward pass. ``*`` matches any part.
-        fused: if True, on a CPU, a feed-forward network with two low-rank layers runs as one operation in bf16, and
-            GELU and the preceding frozen BatchNorm run as one operation in fp32. Fusion saves time and activation
-            memory, but numba uses about 25 MiB, or about 120 MiB in a process that compiles kernels. If
+        fused: if True, fuse operations on a CPU. In bf16, a feed-forward network with two low-rank layers runs as one
+            operation. In fp32, GELU and the preceding frozen BatchNorm run as one operation. Fusion saves time and
+            activation memory, but numba uses about 25 MiB, or about 120 MiB in a process that compiles kernels. If
             None, the operations are fused only in networks with BatchNorm before GELU (EfficientFormer), which benefit
             most from fusion.
 

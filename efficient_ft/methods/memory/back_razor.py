@@ -45,14 +45,13 @@ class BackRazor(ActivationPacking):
         recompute_inputs: if True, a layer that follows GELU does not save its input. The input is recomputed from the
             tensor that is saved for GELU. With ``norm_saves=normalized``, the input of a layer that follows a LayerNorm
             is also recomputed.
-        threshold: whether the pruning threshold is ``exact`` (as published) or ``sampled``. A sampled threshold is
-            estimated from 4096 values of each sample. With a sampled threshold, the number of saved values may be
-            slightly smaller than the sparsity allows, but not larger.
+        threshold: pruning threshold: ``exact`` (as published), or ``sampled``, which is estimated from 4096 values of
+            each sample. With ``sampled``, the number of saved values may be slightly smaller than the sparsity allows,
+            but not larger.
         prune: ``backward`` prunes only the tensors that are saved for the backward pass. With ``both``, the forward
             pass in training also uses the pruned tensors (the negative control in Figure 3 of the paper). The backward
-            pass uses the same formulas for both values, and gradients pass through the pruning operation
-            unchanged. Evaluation and exported models remain dense. The two values therefore differ only in the forward
-            pass in training.
+            pass is the same for both values: gradients pass through the pruning operation unchanged (straight-through
+            estimator). Evaluation and exported models remain dense.
         skip: parts of layer names, such as ``decoder`` or ``mlp.fc2``. Layers whose names contain one of these parts
             are not pruned. ``*`` matches any part.
 
