@@ -204,7 +204,7 @@ def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> st
     if table.reason:
         parts.append(f"Not run: {table.reason}")
     different = dict.fromkeys(note for row in rows for cell in row.cells.values() for note in cell.deviations)
-    parts += _listed("The runs of efficient-ft table differ from the paper as follows:", list(different))
+    parts += _listed("Our runs differ from the paper as follows:", list(different))
     parts += _listed("In the paper:", table.notes)
     return "\n\n".join([_filled(part, options.form) if part != shown else part for part in parts])
 

@@ -48,7 +48,7 @@ class LBPWHT(LowRankBackward):
             these parts keep the exact backward pass. ``*`` matches any part.
         fused: if True, fuse operations on a CPU. In bf16, a feed-forward network with two low-rank layers runs as one
             operation. In fp32, GELU and the preceding frozen BatchNorm run as one operation. Fusion saves time and
-            activation memory, but numba uses about 25 MiB, or about 120 MiB in a process that compiles kernels. If
+            activation memory, but numba uses about 30 MiB, or about 110 MiB in a process that compiles kernels. If
             None, the operations are fused only in networks with BatchNorm before GELU (EfficientFormer), which benefit
             most from fusion.
 
