@@ -120,7 +120,7 @@ def test_drop_path_is_part_of_the_block(method: Any) -> None:
     ("name", "plain_gmacs", "gmacs"),
     [
         ("deit_small_patch16_224", 588.6, 295.5),
-        pytest.param("vit_base_patch16_224", 2248.1, 1128.8, marks=pytest.mark.slow),
+        ("vit_base_patch16_224", 2248.1, 1128.8),
     ],
 )
 def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: float, gmacs: float) -> None:
@@ -405,7 +405,7 @@ def test_blocks_of_another_form_are_refused(name: str) -> None:
     ("name", "flops", "full"),
     [
         ("deit_small_patch16_224", 7.8e9, 27.5e9),
-        pytest.param("vit_base_patch16_224", 29.8e9, 105.1e9, marks=pytest.mark.slow),
+        ("vit_base_patch16_224", 29.8e9, 105.1e9),
     ],
 )
 def test_bsr_trains_in_a_part_of_the_operations(name: str, flops: float, full: float) -> None:

@@ -252,17 +252,12 @@ def forward_macs(channels: int, r: int, depth: int = 12, patches: int = 196) -> 
     ("name", "channels", "r", "published"),
     [
         ("deit_tiny_patch16_224", 192, 8, 0.9),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("deit_small_patch16_224", 384, 0, 4.6),
-                ("deit_small_patch16_224", 384, 8, 3.4),
-                ("deit_small_patch16_224", 384, 13, 2.7),
-                ("deit_small_patch16_224", 384, 16, 2.3),
-                ("deit_tiny_patch16_224", 192, 12, 0.8),
-                ("deit_tiny_patch16_224", 192, 16, 0.6),
-            ]
-        ),
+        ("deit_small_patch16_224", 384, 0, 4.6),
+        ("deit_small_patch16_224", 384, 8, 3.4),
+        ("deit_small_patch16_224", 384, 13, 2.7),
+        ("deit_small_patch16_224", 384, 16, 2.3),
+        ("deit_tiny_patch16_224", 192, 12, 0.8),
+        ("deit_tiny_patch16_224", 192, 16, 0.6),
     ],
 )
 def test_the_forward_pass_costs_what_is_counted_by_hand_and_published(
