@@ -21,16 +21,7 @@ from efficient_ft.methods.base import apply_methods, plain_state_dict
 from efficient_ft.methods.compiled import CompiledBlocks, compile_blocks, run_eagerly
 from efficient_ft.models.view import view
 from efficient_ft.testing import batch_of, model_of
-from tests.methods.settings import ROWS
-
-#: Rows of the quick tests. The other rows are marked as exhaustive.
-OFTEN = ("checkpointing", "lbp_wht")
-
-
-def rows() -> list[Any]:
-    """Return the first row of each method that supports the small ViT."""
-    on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
+from tests.methods.settings import ROWS, rows_on_vit
 
 
 def whole(network: nn.Module) -> Any:
@@ -81,7 +72,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", rows_on_vit(("checkpointing", "lbp_wht")))
 def test_a_compiled_network_has_the_same_gradients_and_keeps_as_little(row: str) -> None:
     plain = two_steps(row, eager)
     for (kept, expected), (bytes_, gradients) in zip(plain, two_steps(row, whole), strict=True):
