@@ -190,7 +190,7 @@ def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
-def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_function_is_the_plan() -> None:
     found = efficient_ft.plan(*SETTINGS, memory="900GB")
     assert isinstance(found, Plan)
     assert found.memory_bytes == 900 * 10**9

@@ -183,7 +183,7 @@ def test_a_truncated_checkpoint_falls_back_to_the_previous_one(tmp_path, configu
 
 
 @pytest.mark.parametrize("held", [{"a": 1}, [1, 2], {"state_dict": Path("x")}], ids=["dict", "list", "objects"])
-def test_a_file_that_is_no_checkpoint_falls_back_to_the_previous_one(tmp_path, finished, caplog, held):
+def test_a_file_that_is_no_checkpoint_falls_back_to_the_previous_one(tmp_path, finished, held):
     latest = tmp_path / checkpoint.NAME
     shutil.copy(finished[0] / checkpoint.NAME, checkpoint.previous(latest))
     torch.save(held, latest)

@@ -79,9 +79,7 @@ class LabelFileKind(ClassificationKind):
         """Return the column names of the CSV output."""
 
     @abstractmethod
-    def predicted(
-        self, trained: Trained, row: Tensor, top: int
-    ) -> tuple[list[tuple[str, str]], dict[str, Any], list[Any]]:
+    def predicted(self, trained: Trained, row: Tensor, top: int) -> Predicted:
         """Return the lines for the terminal, the JSON entries and the CSV cells for the outputs of an image."""
 
     def caption(self, trained: Trained, row: Tensor) -> str:
