@@ -172,18 +172,18 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, 
     assert not any(forwards_of(m) for m in both.modules())
 
 
-def low_rank(monkeypatch: pytest.MonkeyPatch, order: int, always: bool) -> LBPWHT:
-    if always:  # At full rank or with few tokens, an exact layer is cheaper.
-        monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
-        monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
+def low_rank(monkeypatch: pytest.MonkeyPatch, order: int) -> LBPWHT:
+    # At full rank or with few tokens, an exact layer is cheaper.
+    monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
+    monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
     return LBPWHT(order=order)
 
 
 def test_full_rank_behind_a_drop_is_exact_and_low_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, full, low = (model_of("vit") for _ in range(3))
     EViT([0, 2]).apply(alone)
-    apply_methods(full, [EViT([0, 2]), low_rank(monkeypatch, 15, True)])
-    apply_methods(low, [EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+    apply_methods(full, [EViT([0, 2]), low_rank(monkeypatch, 15)])
+    apply_methods(low, [EViT([0, 2]), low_rank(monkeypatch, 3)])
     expected = gradients(alone, "vit")
     assert largest_difference(expected, gradients(full, "vit")) < 1e-10
     assert largest_difference(expected, gradients(low, "vit")) > 1e-2
@@ -196,7 +196,7 @@ def test_kept_tokens_are_projected_alike_however_they_are_kept(
 ) -> None:
     alone, both = model_of("vit"), model_of("vit")
     for model, others in ((alone, []), (both, [] if replay else [other()])):
-        apply_methods(model, [*others, EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+        apply_methods(model, [*others, EViT([0, 2]), low_rank(monkeypatch, 3)])
     if replay:
         both.set_grad_checkpointing(True)  # type: ignore[operator]
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
@@ -204,7 +204,7 @@ def test_kept_tokens_are_projected_alike_however_they_are_kept(
 
 def test_a_side_network_passes_on_where_tokens_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, full = model_of("vit"), model_of("vit")
-    for model, others in ((alone, []), (full, [low_rank(monkeypatch, 15, True)])):
+    for model, others in ((alone, []), (full, [low_rank(monkeypatch, 15)])):
         torch.manual_seed(0)
         apply_methods(model, [RepNet([0, 2]), EViT([1]), *others])
     assert largest_difference(gradients(alone, "vit"), gradients(full, "vit")) < 1e-10
