@@ -94,22 +94,27 @@ NOT_COMPILED = {
 FIRST = {row.method.name: (name, row.models[0]) for name, row in reversed(ROWS.items())}
 
 
-@pytest.mark.parametrize("method", FIRST)
-def test_compiled_blocks_have_the_same_gradients(method: str) -> None:
+def compiled_alike(row: str, model: str, **options: Any) -> CompiledBlocks:
+    """Assert that compiled blocks have the gradients of the plain model, and return the report of the compilation."""
     reports: list[CompiledBlocks] = []
 
     def compiled(network: nn.Module) -> nn.Module:
-        reports.append(compile_blocks(network, backend="eager", tell=pytest.fail))
+        reports.append(compile_blocks(network, tell=pytest.fail, **options))
         return network
 
-    row, model = FIRST[method]
     for (_, expected), (_, gradients) in zip(
         two_steps(row, eager, model), two_steps(row, compiled, model), strict=True
     ):
         assert_same(gradients, expected)
-    assert set(reports[0].eager) == {NOT_COMPILED[method]} if method in NOT_COMPILED else not reports[0].eager
+    return reports[0]
+
+
+@pytest.mark.parametrize("method", FIRST)
+def test_compiled_blocks_have_the_same_gradients(method: str) -> None:
+    report = compiled_alike(*FIRST[method], backend="eager")
+    assert set(report.eager) == {NOT_COMPILED[method]} if method in NOT_COMPILED else not report.eager
     some = method not in NOT_COMPILED or method.endswith("moe")  # other blocks have no experts
-    assert bool(reports[0].compiled) == some
+    assert bool(report.compiled) == some
 
 
 def test_the_reasons_belong_to_methods() -> None:
@@ -315,14 +320,7 @@ def test_blocks_are_reported_once_if_the_backend_fails_after_a_class(monkeypatch
     ("row", "model"), [("lora", "vit"), ("checkpointing", "vit"), ("last_stage", "efficientformer")]
 )
 def test_the_compiler_changes_gradients_only_by_rounding(row: str, model: str) -> None:
-    def compiled(network: nn.Module) -> nn.Module:
-        compile_blocks(network, tell=pytest.fail)
-        return network
-
-    for (_, expected), (_, gradients) in zip(
-        two_steps(row, eager, model), two_steps(row, compiled, model), strict=True
-    ):
-        assert_same(gradients, expected)
+    compiled_alike(row, model)
 
 
 @pytest.mark.slow
