@@ -46,14 +46,6 @@ MOST_LINES = 500
 #: Maximum numbers of lines (without the docstring) and of parameters of a function. A function may exceed them if its
 #: docstring, or the docstring of its class or module, contains a reason with the word "parameters" or "lines".
 MOST_BODY, MOST_PARAMETERS = 80, 8
-#: Public definitions without a docstring. This set must stay empty.
-UNDOCUMENTED: frozenset[str] = frozenset()
-#: Functions that are documented by a base class of another library.
-_HOOKS = {
-    "forward", "backward", "setup", "teardown", "train", "state_dict", "load_state_dict", "training_step",
-    "validation_step", "configure_optimizers", "train_dataloader", "val_dataloader", "save_checkpoint",
-    "load_checkpoint", "remove_checkpoint", "set_epoch", "emit", "filter", "flush", "write",
-}  # fmt: skip
 
 
 @cache
@@ -157,10 +149,6 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert "efficient_ft.integrations.session" in imports["efficient_ft.integrations.lightning"]
     assert "efficient_ft.models.factory" in imports["efficient_ft.training.run"], "inside a function or not"
     assert len(imports) > 60
-    ours = "class B(Method):\n 'It.'\n def step_begin(self): ...\n def warmup_steps(self): ...\n def z(self): ..."
-    assert list(_undocumented("m", ast.parse(ours).body)) == ["m.B.z"]
-    theirs = "class A(L.Callback):\n    def on_x(self): ...\n    def y(self): ...\n    def _z(self): ..."
-    assert list(_undocumented("m", ast.parse(theirs).body)) == ["m.A", "m.A.y"]
 
 
 # ------------------------------------------------------------------------------------------------ kinds of task
@@ -217,70 +205,6 @@ def test_no_file_is_long() -> None:
         for file in (ROOT / PACKAGE).rglob("*.py")
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
-
-
-@cache
-def _classes() -> dict[str, tuple[tuple[str, ...], frozenset[str]]]:
-    """Return every class of the package by name, with its base classes and its documented functions and attributes.
-
-    The docstring of a class documents the attributes.
-    """
-    found = {}
-    for tree in _modules().values():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                documented = {f.name for f in node.body if isinstance(f, ast.FunctionDef) and ast.get_docstring(f)}
-                documented |= {ast.unparse(a.target) for a in node.body if isinstance(a, ast.AnnAssign)}
-                found[node.name] = _bases(node), frozenset(documented)
-    return found
-
-
-def _bases(cls: ast.ClassDef) -> tuple[str, ...]:
-    return tuple(ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in cls.bases)
-
-
-def _inherits(cls: ast.ClassDef, function: str) -> bool:
-    """Return True if a base class documents `function`, in this package or as a hook of another library."""
-    classes, bases = _classes(), list(_bases(cls))
-    while bases:
-        base = bases.pop()
-        if base not in classes:
-            if function in _HOOKS or function.startswith("on_"):
-                return True
-            continue
-        above, documented = classes[base]
-        if function in documented:
-            return True
-        bases.extend(above)
-    return False
-
-
-def _undocumented(prefix: str, body: list[ast.stmt], cls: ast.ClassDef | None = None) -> Iterator[str]:
-    """Yield public classes, functions and methods without a docstring, except overrides and test functions."""
-    for node in body:
-        if isinstance(node, ast.If | ast.Try):
-            yield from _undocumented(prefix, node.body + node.orelse, cls)
-        if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith(
-            ("_", "test_")
-        ):
-            continue
-        name = f"{prefix}.{node.name}"
-        if isinstance(node, ast.ClassDef):
-            if not ast.get_docstring(node):
-                yield name
-            yield from _undocumented(name, node.body, node)
-            continue
-        decorators = {ast.unparse(d).rpartition(".")[2] for d in node.decorator_list}
-        again = {"overload", "setter", "deleter"} & decorators
-        if not ast.get_docstring(node) and not again and not (cls is not None and _inherits(cls, node.name)):
-            yield name
-
-
-def test_every_public_definition_has_a_docstring() -> None:
-    missing = {name for module, tree in _modules().items() for name in _undocumented(module, tree.body)}
-    modules = {module for module, tree in _modules().items() if tree.body and ast.get_docstring(tree) is None}
-    assert sorted(missing - UNDOCUMENTED) == []
-    assert sorted(modules) == []
 
 
 def test_every_imported_distribution_is_declared() -> None:

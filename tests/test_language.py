@@ -14,9 +14,9 @@ import re
 import sys
 import tokenize
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from types import FunctionType, ModuleType
+from types import ModuleType
 
 import pytest
 
@@ -164,18 +164,21 @@ def test_docstrings_begin_with_a_verb_or_a_noun_phrase() -> None:
 
 
 def undocumented(module: ModuleType) -> Iterator[str]:
-    """Public classes, functions and methods of a module without a docstring; an override inherits its base's."""
+    """Yield the module and its public definitions without a docstring. An override inherits the docstring."""
+    if not module.__doc__:
+        yield "module"
     for name, item in vars(module).items():
         if name.startswith("_") or getattr(item, "__module__", None) != module.__name__:
             continue
-        if isinstance(item, FunctionType) and not item.__doc__:
-            yield name
         if not isinstance(item, type):
+            if callable(item) and not item.__doc__:  # also functions that a decorator has wrapped in an object
+                yield name
             continue
         if not item.__doc__ or "__doc__" not in vars(item) or item.__doc__.startswith(f"{name}("):  # a dataclass's own
             yield name
         for attribute, member in vars(item).items():
-            public = isinstance(member, FunctionType | property | classmethod | staticmethod) and attribute[0] != "_"
+            kinds = property | classmethod | staticmethod | cached_property
+            public = (callable(member) or isinstance(member, kinds)) and attribute[0] != "_"
             if public and not inspect.getdoc(getattr(item, attribute)):
                 yield f"{name}.{attribute}"
 
@@ -192,6 +195,8 @@ def test_every_public_definition_has_a_docstring() -> None:
 
 
 SAMPLE = """
+'Documented.'
+from functools import cache, cached_property
 class A:
     def b(self): pass
     def _c(self): pass
@@ -201,7 +206,11 @@ class B(A):
 class C(B):
     'Documented.'
     def b(self): pass
+    @cached_property
+    def e(self): pass
 def d(): pass
+@cache
+def f(): pass
 """
 
 
@@ -217,7 +226,7 @@ def test_the_checks_find_what_they_look_for(monkeypatch: pytest.MonkeyPatch) -> 
     sample = ModuleType("sample")
     monkeypatch.setitem(sys.modules, "sample", sample)
     exec(SAMPLE, vars(sample))
-    assert list(undocumented(sample)) == ["A", "A.b", "d"]
+    assert list(undocumented(sample)) == ["A", "A.b", "C.e", "d", "f"]
     assert len(PYTHON) - len(TESTS) > 80
     assert len(TESTS) > 80
     assert len(PAGES) > 40

@@ -26,6 +26,7 @@ from efficient_ft.methods.compiled import CompiledForward, compile_blocks
 from efficient_ft.methods.forwards import forwards_of
 from efficient_ft.models import factory
 from efficient_ft.models.frozen_batch_norm import freeze_batch_norm
+from efficient_ft.models.marks import ancestors
 from efficient_ft.models.prefix import FrozenPrefix
 from efficient_ft.models.prefix_form import Form
 from efficient_ft.models.weight_dtype import store_weights
@@ -78,8 +79,8 @@ class PartsTimer:
             return None
         name = order[first][0]
         # A hook inside a compiled block would disable its compilation.
-        blocks = [block for block in _ancestors(name) if _is_compiled(self.step.model.get_submodule(block))]
-        name = blocks[0] if blocks else name
+        blocks = [block for block in ancestors(name) if _is_compiled(self.step.model.get_submodule(block))]
+        name = blocks[-1] if blocks else name
         return name if name in dict(self._plain.named_modules()) else None
 
     def _enter(self, *_: Any) -> None:
@@ -118,11 +119,6 @@ class PartsTimer:
 
 class _PrefixEnds(Exception):
     """Exception that ends the forward pass of the plain model at the end of the prefix."""
-
-
-def _ancestors(name: str) -> list[str]:
-    parts = name.split(".")
-    return [".".join(parts[:k]) for k in range(1, len(parts))]
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -92,11 +92,7 @@ def _step(report: Mapping[str, Any], table_of: _Format) -> str:
         ("× the backward time", 1, [_time_ratio(of["backward"]) for of in parts]),
         ("× the backward FLOPs", 1, flops),
         ("saved", 1, [format_bytes(of["saved_bytes"] * batch) for of in counts]),
-        (
-            "peak",
-            2,
-            [format_bytes(of["peak_bytes"]) if "peak_bytes" in of else "–" for of in every],
-        ),  # old records do not contain peaks
+        ("peak", 2, [format_bytes(of["peak_bytes"]) for of in every]),
     ]
     if measured_process:
         process = [_used(record.get("process")) for record in every]

@@ -127,14 +127,14 @@ def status(text: str) -> None:
         print(f"\r\x1b[K{shortened(text, terminal_width() - 1)}", end="", file=sys.stderr, flush=True)
 
 
-def run_folders(command: str, argument: str, below: Path = Path("outputs")) -> str:
-    """Return the usage of a command and a list of the latest finished runs in `below`."""
+def run_folders(command: str, argument: str) -> str:
+    """Return the usage of a command and a list of the latest finished runs in ``outputs``."""
     from efficient_ft.record.results import NAME
 
     usage = f"Usage: efficient-ft {command} {argument}"
-    every = sorted(below.rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
+    every = sorted(Path("outputs").rglob(NAME), key=lambda file: file.stat().st_mtime, reverse=True)
     if not every:
-        return f"{usage}\nThere are no finished runs in {below}. To start a run, use `efficient-ft`."
+        return f"{usage}\nThere are no finished runs in outputs. To start a run, use `efficient-ft`."
     latest = [f"  {plain_line(str(file.parent))}" for file in every[:10]]
     more = [f"  and {len(every) - 10} more"] if len(every) > 10 else []
-    return "\n".join([usage, f"Finished runs in {below} (latest first):", *latest, *more])
+    return "\n".join([usage, "Finished runs in outputs (latest first):", *latest, *more])

@@ -27,10 +27,10 @@ def some(names: Sequence[str], count: int = 6) -> str:
     return ", ".join(printable(name) for name in names[:count]) + and_more(len(names) - count)
 
 
-def some_groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int], count: int = 3) -> str:
-    """Format the first `count` groups of names with the number of samples of each name."""
-    shown = (" and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:count])
-    return "; ".join(shown) + and_more(len(groups) - count)
+def some_groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> str:
+    """Format the first three groups of names with the number of samples of each name."""
+    shown = (" and ".join(f"{plain_line(name)!r} ({counts[name]})" for name in group[:4]) for group in groups[:3])
+    return "; ".join(shown) + and_more(len(groups) - 3)
 
 
 def shortened(text: str, length: int) -> str:

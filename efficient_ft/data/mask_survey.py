@@ -30,7 +30,6 @@ Stored = tuple[tuple[int, int], int]  # size (width, height) of the stored pixel
 class Counted:
     """The pixel counts of a decoded mask."""
 
-    mode: str = ""  # Pillow's mode
     values: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # distinct ids; empty for colors
     counts: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # number of pixels of each id
     shares: np.ndarray = field(default_factory=lambda: np.zeros(256, dtype=np.int64))  # number of pixels of each class
@@ -137,16 +136,16 @@ def _counted(path: str, _version: tuple[int, int] | None, classes: Classes) -> C
     except UserError as error:
         return Counted(error=str(error))
     except ValueError:
-        return Counted(pixels.mode, error="colors")
+        return Counted(error="colors")
     shares = np.bincount(classes.indices(values, by_color).ravel(), minlength=256)
     if by_color:
-        return Counted(pixels.mode, shares=shares)
+        return Counted(shares=shares)
     if values.size and values.min() >= 0 and values.max() < 1 << 16:
         counts = np.bincount(values.ravel())
         present = np.flatnonzero(counts)
-        return Counted(pixels.mode, present, counts[present], shares)
+        return Counted(present, counts[present], shares)
     present, counts = np.unique(values, return_counts=True)
-    return Counted(pixels.mode, present, counts, shares)
+    return Counted(present, counts, shares)
 
 
 def mask_orientation(image: str, mask: str, exif: str) -> int:

@@ -24,7 +24,7 @@ from efficient_ft.core.input_spec import IGNORED, InputSpec
 from efficient_ft.core.text import plain_line
 from efficient_ft.data.images import Decoding, read_image
 from efficient_ft.data.inspect_masks import inspect_masks
-from efficient_ft.data.inspection import Inspection, find_failures
+from efficient_ft.data.inspection import Inspection, find_failures, spread
 from efficient_ft.data.listing import splits_of
 from efficient_ft.data.loader import LoadFailure, load_seeded
 from efficient_ft.data.mask_survey import mask_orientation, refuse_unclear_masks
@@ -238,8 +238,8 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
     def examples(self, count: int) -> list[tuple[Image.Image, np.ndarray]]:
         """Return at most `count` evenly spread images and masks of the test split, or else of the validation split."""
         split = "test" if "test" in self._parts else self.best_split
-        images, size = self._dataset(split, training=False), len(self._parts[split])
-        return [images.read(i) for i in sorted({round(k * (size - 1) / max(count - 1, 1)) for k in range(count)})]
+        images = self._dataset(split, training=False)
+        return [images.read(i) for i in spread(len(self._parts[split]), count).tolist()]
 
 
 def overlaid(picture: Image.Image, mask: np.ndarray, colors: np.ndarray) -> Image.Image:

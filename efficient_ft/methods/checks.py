@@ -23,10 +23,10 @@ def check_bool(setting: str, value: Any) -> None:
         raise SettingError(setting, value, ("true", "false"))
 
 
-def check_integer(setting: str, value: Any, least: int = 1) -> None:
-    """Check that `value` is an integer that is not smaller than `least`."""
-    if type(value) is not int or value < least:
-        raise SettingError(setting, value, f"an integer >= {least}")
+def check_integer(setting: str, value: Any) -> None:
+    """Check that `value` is a positive integer."""
+    if type(value) is not int or value < 1:
+        raise SettingError(setting, value, "an integer >= 1")
 
 
 def check_number(setting: str, value: Any, allowed: str, is_allowed: Callable[[float], bool]) -> None:

@@ -77,7 +77,12 @@ def routed_modules(model: nn.Module) -> frozenset[str]:
     return frozenset(name for mark in marks_of(model) for name in mark.routed)
 
 
+def ancestors(name: str) -> list[str]:
+    """Return the names of the modules that contain `name`, starting with the innermost and excluding the network."""
+    parts = name.split(".")
+    return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
+
+
 def is_inside(name: str, modules: frozenset[str]) -> bool:
     """Return True if `name` is one of `modules` or a submodule of one of them."""
-    parts = name.split(".")
-    return any(".".join(parts[:n]) in modules for n in range(1, len(parts) + 1))
+    return not modules.isdisjoint([name, *ancestors(name)])

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.inputs import Inputs
 from efficient_ft.models.frozen_batch_norm import FROZEN
+from efficient_ft.models.marks import ancestors, is_inside
 from efficient_ft.models.prefix_form import Folds, Form, find_folds, replaced_forwards
 from efficient_ft.models.weight_dtype import autocast_for
 
@@ -145,12 +146,12 @@ class FrozenPrefix:
 
     def digest(self) -> str:
         """Return 16 hexadecimal digits that identify the weights and buffers of the prefix."""
-        inside = set(self._skipped)
-        around = {"", *(name for one in inside for name in _ancestors(one))}
+        inside = frozenset(self._skipped)
+        around = {"", *(name for one in inside for name in ancestors(one))}
         found = hashlib.blake2b(digest_size=8)
         for name, tensor in [*self.model.named_parameters(), *self.model.named_buffers()]:
             owner = name.rpartition(".")[0]
-            if owner in around or not inside.isdisjoint([owner, *_ancestors(owner)]):
+            if owner in around or is_inside(owner, inside):
                 found.update(name.encode())
                 found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return found.hexdigest()
@@ -300,7 +301,7 @@ def find_prefix(model: nn.Module, images: Inputs, *, several: bool = False) -> F
         ends = [call for call in ends if any(one.like.shape[0] == count for one in call.tensors)]
         for call in sorted(ends, key=lambda call: call.left, reverse=True)[:_TRIES]:
             inside = {one.name: one for one in below if one.left <= call.left}
-            outermost = [one for one in inside.values() if not any(name in inside for name in _ancestors(one.name))]
+            outermost = [one for one in inside.values() if not any(name in inside for name in ancestors(one.name))]
             if call not in outermost:
                 continue
             cut = partial(FrozenPrefix, model, call.name, skipped=outermost, inputs=_likes(images), reason=reason)
@@ -414,7 +415,7 @@ class _Trace:
         """
         below = f"{called}." if called else ""
         uncalled = [name for name in self._modules if name.startswith(below) and name not in self.counts]
-        return [called, *(n for n in uncalled if next((a for a in _ancestors(n) if a in self.counts), "") == called)]
+        return [called, *(n for n in uncalled if next((a for a in ancestors(n) if a in self.counts), "") == called)]
 
 
 def _continues_in_evaluation(model: nn.Module, prefix: FrozenPrefix, images: Inputs) -> bool:
@@ -456,12 +457,6 @@ def run_network(model: nn.Module, inputs: Inputs) -> Any:
 def _memory_order(tensor: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor (B, ...) in memory order. The dimension of the batch remains the first."""
     return (0, *sorted(range(1, tensor.dim()), key=tensor.stride().__getitem__, reverse=True))
-
-
-def _ancestors(name: str) -> list[str]:
-    """Return the names of the modules that contain `name`, starting with the innermost and excluding the network."""
-    parts = name.split(".")
-    return [".".join(parts[:k]) for k in range(len(parts) - 1, 0, -1)]
 
 
 @torch.no_grad()

@@ -89,7 +89,6 @@ class Cell:
     Attributes:
         data: option of the group ``data``, or None if there is no option for the data set.
         printed: the published number as text.
-        spread: the part of the published number after ±, as text, or None if there is none.
         accuracy: the published number as a fraction.
         arguments: command-line arguments of the run, or an empty tuple if the cell cannot be run.
         deviations: differences between our run and the paper.
@@ -97,7 +96,6 @@ class Cell:
 
     data: str | None
     printed: str
-    spread: str | None
     accuracy: float
     arguments: tuple[str, ...]
     deviations: tuple[str, ...]
@@ -313,7 +311,6 @@ def _row(paper: str, about: Mapping[str, Any], columns: Mapping[str, str], name:
         cells[key] = Cell(
             data=data,
             printed=printed,
-            spread=columns.get(f"{key}_pm") or None,
             accuracy=float(printed) if paper in _FRACTIONS else float(printed) / 100,
             arguments=_arguments([*templates, *own], settings, models, data or "") if runs else (),
             deviations=tuple(

@@ -73,12 +73,10 @@ class Trial:
         peak_bytes: peak memory of the process minus its memory before the model is created or, on a GPU, peak memory
             reserved on the device.
         step_seconds: median time of the measured steps in seconds.
-        steps: number of measured steps.
     """
 
     peak_bytes: int
     step_seconds: float
-    steps: int
 
 
 def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
@@ -117,7 +115,7 @@ def try_recipe(config: Config, num_classes: int, max_seconds: float) -> Trial:
     assert process is not None
     peak = process.peak_bytes - interpreter if process.device is None else process.device.reserved_bytes
     peak += ema_bytes(step.model, config.trainer.ema)  # the trial does not average weights
-    return Trial(peak, statistics.median(seconds[warmup:]), len(seconds) - warmup)
+    return Trial(peak, statistics.median(seconds[warmup:]))
 
 
 def _training_step(config: Config, network: nn.Module, device: torch.device, images: int) -> TrainingStep:

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,7 @@ def collect_runs(
             ignored[name] = str(error).replace(f"{run}{os.sep}", "").replace(str(run), name)
         read(number, len(runs))
     kept, copies = without_copies(found)
-    return Collection(joined(kept), ignored, copies)
+    return Collection(tuple(kept), ignored, copies)
 
 
 def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
@@ -121,24 +121,6 @@ def without_copies(runs: Iterable[Run]) -> tuple[list[Run], dict[str, str]]:
         if original is not run:
             copies[run.folder] = original.folder
     return list(first.values()), copies
-
-
-def joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """Return the runs, and assign each run without an image digest to a group with the same settings.
-
-    If several groups with the same settings used different images, the run remains in a separate group.
-    """
-    runs = tuple(runs)
-    known: dict[str, set[str]] = {}
-    for run in runs:
-        settings, _, digest = run.group.partition(" ")
-        known.setdefault(settings, set()).update([digest] if digest else [])
-    return tuple(
-        replace(run, group=f"{run.group}{next(iter(known[run.group.strip()]))}")
-        if run.group.endswith(" ") and len(known[run.group.strip()]) == 1
-        else run
-        for run in runs
-    )
 
 
 def write_tables(collection: Collection, path: Path) -> list[Path]:

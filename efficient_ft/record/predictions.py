@@ -59,7 +59,7 @@ def read_predictions(run: Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
             for key in arrays.files:
                 task, split, name = key.rsplit("/", 2)
                 found.setdefault(task, {}).setdefault(split, {})[name] = arrays[key]
-    except FileNotFoundError:  # an older version, or a kind without predictions of individual samples
+    except FileNotFoundError:  # a kind without predictions of individual samples
         return {}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"The file {run / NAME} is damaged. {START_AGAIN}") from error

@@ -51,9 +51,9 @@ class ContactSheet:
     cells: Sequence[Cell]
     legend: Sequence[tuple[str, tuple[int, int, int]]] = ()
 
-    def write_image(self, file: Path, columns: int = 6) -> None:
-        """Write the sheet as a PNG image with at most `columns` cells per row."""
-        columns = max(min(columns, len(self.cells)), 1)
+    def write_image(self, file: Path) -> None:
+        """Write the sheet as a PNG image with at most six cells per row."""
+        columns = max(min(6, len(self.cells)), 1)
         font = _font()
         wide = columns * (_WIDTH + _GAP) + _GAP
         rows = [self.cells[start : start + columns] for start in range(0, len(self.cells), columns)]

@@ -14,6 +14,7 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.data import missing_data, open_data
 from efficient_ft.data.counts import shortened
+from efficient_ft.data.inspection import spread
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.tokens.tome import ToMe
 from efficient_ft.models.view import view
@@ -133,7 +134,7 @@ def _drops(model: Any, blocks: Sequence[str], batch: Any) -> dict[int, np.ndarra
 def draw_kept(kept: Kept) -> Drawing:
     """Draw one row for each image, with the image and a copy for each drop in which dropped patches are darkened."""
     count = len(kept.blocks)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, MAX_DROPS)).round().astype(int))
+    chosen = spread(count, MAX_DROPS)
     images, (height, width) = len(kept.pixels), kept.pixels.shape[1:3]
     columns, side = 1 + len(chosen), 1.95
     from matplotlib.figure import Figure

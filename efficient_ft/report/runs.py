@@ -116,7 +116,7 @@ def collect_paths(paths: Sequence[Path]) -> Collection:
         first = next(iter(ignored.values()), "")
         raise UserError(f"No finished run was found in {', '.join(map(str, paths))}. {first}".rstrip())
     kept, further = collection.without_copies(runs)
-    return Collection(collection.joined(kept), ignored, copies | further)
+    return Collection(tuple(kept), ignored, copies | further)
 
 
 def _splits(found: Collection) -> str:

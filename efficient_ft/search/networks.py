@@ -15,34 +15,33 @@ from efficient_ft.search.state import Arm, Proposed
 
 
 class Published(NamedTuple):
-    """Top-1 accuracy of a network on the ImageNet-1k validation images in percent, parameters in millions, source."""
+    """Top-1 accuracy of a network on the ImageNet-1k validation images in percent, and parameters in millions."""
 
     top1: float
     parameters: float
-    source: str
 
 
+#: Published accuracies, keyed by the name of the network with its weights (`model.name`). Source:
 #: results/results-imagenet.csv of timm (github.com/huggingface/pytorch-image-models, commit 0173a139).
-_TIMM = "timm, results-imagenet.csv"
-#: Published accuracies, keyed by the name of the network with its weights (`model.name`).
 IMAGENET = {
-    "deit_base_patch16_224.fb_in1k": Published(81.992, 86.57, _TIMM),
-    "deit_small_patch16_224.fb_in1k": Published(79.844, 22.05, _TIMM),
-    "deit_tiny_patch16_224.fb_in1k": Published(72.172, 5.72, _TIMM),
-    "efficientformer_l1.snap_dist_in1k": Published(80.498, 12.29, _TIMM),
-    "efficientformer_l7.snap_dist_in1k": Published(83.382, 82.23, _TIMM),
-    "efficientformerv2_l.snap_dist_in1k": Published(83.632, 26.32, _TIMM),
-    "efficientformerv2_s0.snap_dist_in1k": Published(76.118, 3.60, _TIMM),
-    "mobilenetv2_100.ra_in1k": Published(72.976, 3.50, _TIMM),
-    # The parameters were counted. The authors' table has only the accuracy.
-    "proxyless_mobile.mit_in1k": Published(74.6, 4.08, "README of github.com/mit-han-lab/proxylessnas"),
-    "resnet18.tv_in1k": Published(69.760, 11.69, _TIMM),
-    "resnet50.tv_in1k": Published(76.130, 25.56, _TIMM),
-    "swinv2_small_window8_256.ms_in1k": Published(83.854, 49.73, _TIMM),
-    "vit_base_patch16_224.augreg_in1k": Published(79.154, 86.57, _TIMM),
-    # These weights have no ImageNet-1k classifier. The accuracy is that of the same weights after fine-tuning.
-    "vit_base_patch16_224.orig_in21k": Published(81.786, 86.57, f"{_TIMM}, vit_base_patch16_224.orig_in21k_ft_in1k"),
-    "vit_small_patch16_224.augreg_in21k_ft_in1k": Published(81.384, 22.05, _TIMM),
+    "deit_base_patch16_224.fb_in1k": Published(81.992, 86.57),
+    "deit_small_patch16_224.fb_in1k": Published(79.844, 22.05),
+    "deit_tiny_patch16_224.fb_in1k": Published(72.172, 5.72),
+    "efficientformer_l1.snap_dist_in1k": Published(80.498, 12.29),
+    "efficientformer_l7.snap_dist_in1k": Published(83.382, 82.23),
+    "efficientformerv2_l.snap_dist_in1k": Published(83.632, 26.32),
+    "efficientformerv2_s0.snap_dist_in1k": Published(76.118, 3.60),
+    "mobilenetv2_100.ra_in1k": Published(72.976, 3.50),
+    # The accuracy is that of github.com/mit-han-lab/proxylessnas, and the parameters were counted.
+    "proxyless_mobile.mit_in1k": Published(74.6, 4.08),
+    "resnet18.tv_in1k": Published(69.760, 11.69),
+    "resnet50.tv_in1k": Published(76.130, 25.56),
+    "swinv2_small_window8_256.ms_in1k": Published(83.854, 49.73),
+    "vit_base_patch16_224.augreg_in1k": Published(79.154, 86.57),
+    # These weights have no ImageNet-1k classifier. The accuracy is that of the same weights after fine-tuning
+    # (vit_base_patch16_224.orig_in21k_ft_in1k).
+    "vit_base_patch16_224.orig_in21k": Published(81.786, 86.57),
+    "vit_small_patch16_224.augreg_in21k_ft_in1k": Published(81.384, 22.05),
 }
 #: Size classes of networks in millions of parameters (from, to), in the order in which networks are chosen.
 _SIZES = ((15.0, 40.0), (0.0, 15.0), (40.0, math.inf))

@@ -20,6 +20,8 @@ class MultiLabel(Task):
     Args:
         loss: ``bce`` (binary cross-entropy) or ``asymmetric`` (`asymmetric_loss`).
         gamma_positive, gamma_negative, margin: arguments of `asymmetric_loss`.
+
+    Attributes:
         thresholds: minimum probability at which each label is predicted, for F1, or None for 0.5.
     """
 
@@ -32,10 +34,9 @@ class MultiLabel(Task):
         gamma_positive: float = 0.0,
         gamma_negative: float = 4.0,
         margin: float = 0.05,
-        thresholds: Sequence[float] | None = None,
     ) -> None:
         self._asymmetric = (gamma_positive, gamma_negative, margin) if loss == "asymmetric" else None
-        self.thresholds = thresholds
+        self.thresholds: Sequence[float] | None = None
 
     def loss(self, logits: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
         logits, targets = logits.float(), like(targets, logits)

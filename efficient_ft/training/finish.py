@@ -172,12 +172,12 @@ def _write(results: Results, run: Training, fitted: Fitted, device: torch.device
     folder, plain = run.held.path, dict(results)
     text = results_text(plain, folder)
     write_results(folder, results)
-    samples = _samples(run, device, plain) if fitted.loggers else {}
+    samples = _samples(run, device) if fitted.loggers else {}
     write_summary(fitted.loggers, results, text, fitted.trainer.global_step, samples)
     say(text)
 
 
-def _samples(run: Training, device: torch.device, results: dict[str, Any]) -> dict[str, list[Sample]]:
+def _samples(run: Training, device: torch.device) -> dict[str, list[Sample]]:
     """Return samples of each data set for loggers, grouped by selection.
 
     The samples of the selection ``samples`` are predicted with the weights in model.safetensors. The other selections

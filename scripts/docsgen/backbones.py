@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from docsgen import records
-from docsgen.markdown import block, table, times
+from docsgen.markdown import block, table
+from efficient_ft.core.format import format_ratio
 
 #: The recipes of each table of costs. `full` is the baseline.
 GROUPS: dict[str, tuple[str, ...]] = {
@@ -95,8 +96,8 @@ def rotary_steps() -> str:
         if recipe == "full":
             continue
         counts = [[records.recipe(file, name)["executed"] for name in (recipe, "full")] for file in files]
-        flops = [times(_flops(own) / _flops(full)) for own, full in counts]
-        rows.append([f"`{recipe}`", *flops, *(times(records.time(file, recipe)) for file in files)])
+        flops = [format_ratio(_flops(own) / _flops(full)) for own, full in counts]
+        rows.append([f"`{recipe}`", *flops, *(format_ratio(records.time(file, recipe)) for file in files)])
     head = ["recipe", "FLOPs, plain", "FLOPs, rotary", "time, plain", "time, rotary"]
     return table(head, rows)
 
@@ -118,7 +119,7 @@ def encoders() -> str:
                 f"{cost['saved_bytes'] / records.MIB:.1f}",
                 f"{cost['optimizer_bytes'] / 2**30:.2f}",
                 f"{peak / 2**30:.1f}",
-                times(_flops(cost) / _flops(full)),
+                format_ratio(_flops(cost) / _flops(full)),
             ])  # fmt: skip
         head = ["recipe", "saved MiB / image", "AdamW state, GiB", f"peak of a step with {batch} images, GiB", "FLOPs"]
         parts += [f"### {name}, {entry['size'][0]} px", table(head, rows), *reasons]

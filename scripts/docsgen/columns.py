@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from docsgen import records
-from docsgen.markdown import BLOCKS, block, cosine, duration, table, times
+from docsgen.markdown import BLOCKS, block, cosine, duration, table
 from docsgen.records import LABELS, MIB, command, recipe, saved, seconds
+from efficient_ft.core.format import format_ratio
 
 
 def _executed(file: str, name: str, *what: str) -> float:
@@ -37,18 +38,17 @@ COLUMNS: dict[str, tuple[str, Callable[[str, str], str]]] = {
     "saved-batch": ("saved MiB, batch of {batch}", lambda f, n: f"{saved(f, n) * records.load(f)['batch']:.1f}"),
     "peak": ("peak MiB of the batch", lambda f, n: f"{records.peak(f, n):.0f}"),
     "counted": ("counted MiB of a step", lambda f, n: f"{_counted(f, n):.0f}"),
-    "growth": ("growth of the process, MiB", lambda f, n: f"{records.growth(f, n):.0f}"),
     "growth-ratio": ("growth / counted", lambda f, n: f"{records.growth(f, n) / _counted(f, n):.2f}"),
     "optimizer": ("optimizer state, MiB", lambda f, n: f"{recipe(f, n)['process']['optimizer_bytes'] / MIB:.0f}"),
     "above": ("process above the interpreter, MiB", lambda f, n: f"{records.above_interpreter(f, n):.0f}"),
     "step": ("step", lambda f, n: duration(seconds(f, n))),
-    "time": ("time / time of `full`", lambda f, n: times(records.time(f, n))),
-    "step-exact": ("step / exact", lambda f, n: times(records.time(f, n))),
+    "time": ("time / time of `full`", lambda f, n: format_ratio(records.time(f, n))),
+    "step-exact": ("step / exact", lambda f, n: format_ratio(records.time(f, n))),
     "backward-step": ("backward", lambda f, n: duration(seconds(f, n, "backward"))),
-    "backward-exact": ("backward / exact", lambda f, n: times(records.time(f, n, "backward"))),
-    "operations": ("forward + backward / `full`", lambda f, n: times(records.time(f, n, "both"))),
-    "operations-forward": ("forward / `full`", lambda f, n: times(records.time(f, n, "forward"))),
-    "operations-backward": ("backward / `full`", lambda f, n: times(records.time(f, n, "backward"))),
+    "backward-exact": ("backward / exact", lambda f, n: format_ratio(records.time(f, n, "backward"))),
+    "operations": ("forward + backward / `full`", lambda f, n: format_ratio(records.time(f, n, "both"))),
+    "operations-forward": ("forward / `full`", lambda f, n: format_ratio(records.time(f, n, "forward"))),
+    "operations-backward": ("backward / `full`", lambda f, n: format_ratio(records.time(f, n, "backward"))),
     "calls": ("Python calls", lambda f, n: f"{recipe(f, n)['python_calls']}"),
     "cosine": ("cosine, this network", lambda f, n: records.cosine("gradient_random", n)),
     "cosine-trained": ("cosine, trained network", _trained_cosine),
@@ -144,7 +144,7 @@ def compiled(*files: str) -> str:
             if "compiled" not in of:
                 continue
             label = LABELS["compiled"][of["baseline"].removesuffix(f" {of['dtype']}")]
-            ratios = [times(records.time(file, name, part)) for part in ("step", "forward", "backward")]
+            ratios = [format_ratio(records.time(file, name, part)) for part in ("step", "forward", "backward")]
             compilation = f"{of['first_step_seconds'] - seconds(file, name):.0f} s"
             rows.append([network, label, of["dtype"], duration(seconds(file, of["baseline"])), *ratios, compilation])
     head = ["network, batch size", "method", "precision", "step, not compiled", "compiled / not compiled: step"]

@@ -31,11 +31,6 @@ def listed(items: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(items[:-1]), items[-1])))
 
 
-def times(ratio: float) -> str:
-    """Format a ratio to the baseline, for example 1.09×."""
-    return f"{ratio:.2f}×"
-
-
 def duration(seconds: float) -> str:
     """Format a duration, for example 2.71 s, 320 ms or 7.2 ms."""
     if seconds >= 1:

@@ -12,8 +12,9 @@ import yaml
 from torch import nn
 
 from docsgen import records
-from docsgen.markdown import block, table, times
+from docsgen.markdown import block, table
 from docsgen.values import VALUES, signed
+from efficient_ft.core.format import format_ratio
 from efficient_ft.papers.published import published_table
 
 OTHERS: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("others.yaml").read_text(encoding="utf-8"))
@@ -88,6 +89,6 @@ def others() -> str:
             published = [f"{value} points" for value in signed(*(v - baseline for v in one["published"]), form="+.1f")]
             ours += " points"
         else:
-            published = [times(value / baseline) for value in one["published"]]
+            published = [format_ratio(value / baseline) for value in one["published"]]
         rows.append([one["source"], one["measured"], " to ".join(published), ours, one["with"]])
     return table(["source", "measured", "published", "ours", "our network and recipes"], rows, left=2, text_last=True)

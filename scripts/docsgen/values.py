@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Callable
 
 from docsgen import curves, records, studies
-from docsgen.markdown import duration, times
+from docsgen.markdown import duration
+from efficient_ft.core.format import format_ratio
 from efficient_ft.papers.published import published_table
 
 
@@ -69,7 +70,7 @@ _BYTES = {"saved": records.saved, "peak": records.peak}
 #: RECIPE is a recipe of this file. Times are relative to the baseline of the file.
 VALUES: dict[str, Callable[..., str]] = {
     # times: FILE RECIPE [PART]
-    "time": lambda file, recipe, part="step": times(records.time(file, recipe, part)),
+    "time": lambda file, recipe, part="step": format_ratio(records.time(file, recipe, part)),
     "extra": lambda file, recipe: f"{100 * (records.time(file, recipe) - 1):.0f} %",
     "faster": lambda file, recipe, part="step", digits="1": f"{records.faster(file, recipe, part):.{digits}f}",
     "duration": lambda file, recipe, part="step": duration(records.seconds(file, recipe, part)),
@@ -79,7 +80,7 @@ VALUES: dict[str, Callable[..., str]] = {
     # bytes: FILE RECIPE
     "saved": lambda file, recipe, digits="1": f"{records.saved(file, recipe):.{digits}f}",
     "peak": lambda file, recipe: f"{records.peak(file, recipe):.0f}",
-    "peak-ratio": lambda file, recipe, baseline="full": times(
+    "peak-ratio": lambda file, recipe, baseline="full": format_ratio(
         records.peak(file, recipe) / records.peak(file, baseline)
     ),
     "above-interpreter": lambda file, recipe: f"{records.above_interpreter(file, recipe):.0f}",

@@ -103,7 +103,7 @@ def test_an_interrupted_job_ends_a_parallel_sweep(program: Path) -> None:
 
 
 @pytest.mark.skipif(os.name != "posix", reason="POSIX signals")
-def test_ending_a_sweep_ends_its_job(tmp_path: Path) -> None:
+def test_ending_a_sweep_ends_its_job() -> None:
     code = (
         "import sys; from efficient_ft.cli import stopping; from efficient_ft.cli.hydra import processes\n"
         "stopping.answer_signals()\n"

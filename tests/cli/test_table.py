@@ -256,7 +256,7 @@ def test_settings_of_the_data_hold_for_every_data_set_of_a_row(capsys: pytest.Ca
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", pytest.param("bsr/5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["bsr/3", "back_razor/2", "bsr/5"])
 def test_costs_are_the_published_ones_by_the_papers_rule_or_say_why(name: str) -> None:
     found = published_table(name)
     cells = [(row, cell) for row in found.rows for cell in cost_cells(found, row)]

@@ -14,16 +14,20 @@ PLAIN: dict[str, Any] = {
 }
 
 
+def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """Change `plain` in place by dotted keys, with ``__`` for the dot, and return `plain`."""
+    for key, value in changes.items():
+        *path, last = key.split("__")
+        inner = plain
+        for part in path:
+            inner = inner.setdefault(part, {})
+        inner[last] = value
+    return plain
+
+
 def with_settings(**changes: Any) -> dict[str, Any]:
     """Return a copy of PLAIN with the given changes, written as ``group__key=value``."""
-    plain = copy.deepcopy(PLAIN)
-    for name, value in changes.items():
-        *groups, key = name.split("__")
-        node = plain
-        for group in groups:
-            node = node.setdefault(group, {})
-        node[key] = value
-    return plain
+    return with_changes(copy.deepcopy(PLAIN), **changes)
 
 
 def two_tasks(**changes: Any) -> dict[str, Any]:

@@ -74,7 +74,7 @@ def test_each_unreachable_host_is_asked_once(monkeypatch: pytest.MonkeyPatch) ->
     assert asked[-1] == urls[1]
 
 
-def test_local_files_only_makes_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_only_makes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "open_url", lambda *given: pytest.fail("a request was made"))
     with local_files_only():
         assert unreachable("http://host/x") == "host: only local files are checked"

@@ -17,7 +17,7 @@ from efficient_ft.data.mask_folder import read_mask_folder
 from efficient_ft.data.masks import MaskListing
 
 
-def write(root: Path, folders: Mapping[str, int | list[str]], extension: Mapping[str, str] | None = None) -> Path:
+def write(root: Path, folders: Mapping[str, int | list[str]]) -> Path:
     """Write image files into folders, given a number of files or a list of names for each folder."""
     for folder, files in folders.items():
         (root / folder).mkdir(parents=True, exist_ok=True)

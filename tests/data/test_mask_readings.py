@@ -57,9 +57,9 @@ def opened(root: Path, masks: dict[str, Any] | None = None, **changes: Any) -> S
     return data
 
 
-def message(root: Path, masks: dict[str, Any] | None = None, **changes: Any) -> str:
+def message(root: Path, **changes: Any) -> str:
     with pytest.raises(UserError) as caught:
-        opened(root, masks, **changes)
+        opened(root, **changes)
     return str(caught.value)
 
 

@@ -19,8 +19,8 @@ from tests.data.mask_pictures import DISK, VOID, picture, write_folder
 CLASSES = Classes(("background", "square", "disk"), (0, 1, 3), frozenset({2, IGNORED}))
 
 
-def read_mask_folder(root: Path, splits: Any = None, **settings: Any) -> MaskListing:
-    return _read_mask_folder(root, MaskConfig(**settings), splits)
+def read_mask_folder(root: Path, **settings: Any) -> MaskListing:
+    return _read_mask_folder(root, MaskConfig(**settings), None)
 
 
 def test_splits_classes_and_ids_without_a_label(tmp_path: Path) -> None:

@@ -78,10 +78,6 @@ def test_palettes_have_indices_and_colors(tmp_path: Path) -> None:
         assert palette[:3].tolist() == [[9, 8, 7], [1, 1, 1], [2, 3, 4]]
 
 
-def _save(path: Path, image: Image.Image, **options: Any) -> None:
-    image.save(path, **options)
-
-
 def _alpha() -> Image.Image:
     return Image.fromarray(np.stack([IDS] * 4, -1))
 

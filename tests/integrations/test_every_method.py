@@ -17,16 +17,7 @@ from efficient_ft.methods.base import Method, apply_methods
 from efficient_ft.testing import model_of
 from tests.integrations.loops import assert_same_weights, batches_of, sgd, states_of, train_by_hand
 from tests.integrations.test_transformers import plain_sgd, trainer_of, wrapped
-from tests.methods.settings import ROWS
-
-#: Rows of the quick tests. The other rows are marked as exhaustive.
-OFTEN = ("moe", "lora")
-
-
-def rows() -> list[Any]:
-    """Return the first row of each method that supports the small ViT."""
-    on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
+from tests.methods.settings import ROWS, rows_on_vit
 
 
 def seeded(network: nn.Module) -> nn.Module:
@@ -44,7 +35,7 @@ def by_hand(methods: list[Method], optimizer_of: Any) -> nn.Module:
     return network
 
 
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", rows_on_vit(("moe", "lora")))
 def test_a_loop_of_accelerate(row: str) -> None:
     """Training with `accelerate` and gradient accumulation gives the weights of the plain loop."""
     expected = by_hand([ROWS[row].create()], sgd)
@@ -70,7 +61,7 @@ def test_a_loop_of_accelerate(row: str) -> None:
     assert_same_weights(expected, network)
 
 
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", rows_on_vit(("moe", "lora")))
 def test_the_trainer_of_transformers(row: str, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
     method, carried = ROWS[row].create(), ROWS[row].create()

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import timm
 import torch
 from torch import nn
@@ -371,3 +372,9 @@ ROWS = {
     "compact_half": _near("compact", "GELU's inputs are rounded", "vit", "swinv2", activation_dtype="bf16"),
     "mesa_published": _near("mesa", "8 bits are not exact", "vit", "swinv2", random=_ROUNDING, recompute_inputs=False),
 }
+
+
+def rows_on_vit(often: Sequence[str]) -> list[Any]:
+    """Return the first row of each method that supports the small ViT. Only the rows `often` are not exhaustive."""
+    on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
+    return [name if name in often else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]

@@ -21,16 +21,7 @@ from efficient_ft.methods.base import apply_methods, plain_state_dict
 from efficient_ft.methods.compiled import CompiledBlocks, compile_blocks, run_eagerly
 from efficient_ft.models.view import view
 from efficient_ft.testing import batch_of, model_of
-from tests.methods.settings import ROWS
-
-#: Rows of the quick tests. The other rows are marked as exhaustive.
-OFTEN = ("checkpointing", "lbp_wht")
-
-
-def rows() -> list[Any]:
-    """Return the first row of each method that supports the small ViT."""
-    on_vit = {row.method: name for name, row in reversed(ROWS.items()) if "vit" in row.models}.values()
-    return [name if name in OFTEN else pytest.param(name, marks=pytest.mark.exhaustive) for name in on_vit]
+from tests.methods.settings import ROWS, rows_on_vit
 
 
 def whole(network: nn.Module) -> Any:
@@ -81,7 +72,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", rows())
+@pytest.mark.parametrize("row", rows_on_vit(("checkpointing", "lbp_wht")))
 def test_a_compiled_network_has_the_same_gradients_and_keeps_as_little(row: str) -> None:
     plain = two_steps(row, eager)
     for (kept, expected), (bytes_, gradients) in zip(plain, two_steps(row, whole), strict=True):
@@ -103,22 +94,27 @@ NOT_COMPILED = {
 FIRST = {row.method.name: (name, row.models[0]) for name, row in reversed(ROWS.items())}
 
 
-@pytest.mark.parametrize("method", FIRST)
-def test_compiled_blocks_have_the_same_gradients(method: str) -> None:
+def compiled_alike(row: str, model: str, **options: Any) -> CompiledBlocks:
+    """Assert that compiled blocks have the gradients of the plain model, and return the report of the compilation."""
     reports: list[CompiledBlocks] = []
 
     def compiled(network: nn.Module) -> nn.Module:
-        reports.append(compile_blocks(network, backend="eager", tell=pytest.fail))
+        reports.append(compile_blocks(network, tell=pytest.fail, **options))
         return network
 
-    row, model = FIRST[method]
     for (_, expected), (_, gradients) in zip(
         two_steps(row, eager, model), two_steps(row, compiled, model), strict=True
     ):
         assert_same(gradients, expected)
-    assert set(reports[0].eager) == {NOT_COMPILED[method]} if method in NOT_COMPILED else not reports[0].eager
+    return reports[0]
+
+
+@pytest.mark.parametrize("method", FIRST)
+def test_compiled_blocks_have_the_same_gradients(method: str) -> None:
+    report = compiled_alike(*FIRST[method], backend="eager")
+    assert set(report.eager) == {NOT_COMPILED[method]} if method in NOT_COMPILED else not report.eager
     some = method not in NOT_COMPILED or method.endswith("moe")  # other blocks have no experts
-    assert bool(reports[0].compiled) == some
+    assert bool(report.compiled) == some
 
 
 def test_the_reasons_belong_to_methods() -> None:
@@ -324,14 +320,7 @@ def test_blocks_are_reported_once_if_the_backend_fails_after_a_class(monkeypatch
     ("row", "model"), [("lora", "vit"), ("checkpointing", "vit"), ("last_stage", "efficientformer")]
 )
 def test_the_compiler_changes_gradients_only_by_rounding(row: str, model: str) -> None:
-    def compiled(network: nn.Module) -> nn.Module:
-        compile_blocks(network, tell=pytest.fail)
-        return network
-
-    for (_, expected), (_, gradients) in zip(
-        two_steps(row, eager, model), two_steps(row, compiled, model), strict=True
-    ):
-        assert_same(gradients, expected)
+    compiled_alike(row, model)
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ QUICK = {row: ROWS[row] for row in ("last_stage", "lora_all", "lbp_wht")}
 
 @pytest.mark.first(4, "exhaustive")
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", [*drawn(4), *(pytest.param(a, marks=pytest.mark.slow) for a in drawn(9)[4:])])
+@pytest.mark.parametrize("architecture", drawn(9))
 def test_any_timm_model_is_worked_on_or_refused(architecture: str) -> None:
     assert worked_on_or_refused(*small(architecture), QUICK)
 

@@ -32,6 +32,7 @@ from efficient_ft.methods import (
     MoE,
     RepNet,
     ToMe,
+    UniformLayers,
     apply_methods,
 )
 from efficient_ft.methods.forwards import forwards_of
@@ -102,9 +103,10 @@ def test_the_output_and_all_gradients_are_those_of_the_blocks_written_out(form: 
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-8, atol=1e-12)
 
 
-def test_drop_path_is_part_of_the_block() -> None:
+@pytest.mark.parametrize("method", [lambda: EViT([1, 2]), lambda: ToMe(8)])
+def test_drop_path_is_part_of_the_block(method: Any) -> None:
     model = small_vit("vit_tiny_patch16_224 drop path")
-    EViT([1, 2]).apply(model)
+    method().apply(model)
     images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     torch.manual_seed(3)
     first, other = model(images), model(images)
@@ -118,7 +120,7 @@ def test_drop_path_is_part_of_the_block() -> None:
     ("name", "plain_gmacs", "gmacs"),
     [
         ("deit_small_patch16_224", 588.6, 295.5),
-        pytest.param("vit_base_patch16_224", 2248.1, 1128.8, marks=pytest.mark.slow),
+        ("vit_base_patch16_224", 2248.1, 1128.8),
     ],
 )
 def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: float, gmacs: float) -> None:
@@ -139,6 +141,10 @@ def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: flo
 
 
 @pytest.mark.slow
+@pytest.mark.vary_one
+@pytest.mark.parametrize(
+    "tokens", [lambda: EViT([1, 2]), lambda: ToMe(12), lambda: ToMe(12, proportional_attention=False)]
+)
 @pytest.mark.parametrize(
     "other",
     [
@@ -148,10 +154,10 @@ def test_tokens_and_forward_cost_are_those_published(name: str, plain_gmacs: flo
     ],
     ids=["checkpointing", "back_razor", "published"],
 )
-def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) -> None:
+def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any, tokens: Any) -> None:
     alone, both = model_of("vit"), model_of("vit")
-    EViT([1, 2]).apply(alone)
-    methods: list[Method] = [EViT([1, 2]), other()]
+    tokens().apply(alone)
+    methods: list[Method] = [tokens(), other()]
     apply_methods(both, methods)
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
     # The order of applying and removing the methods has no effect.
@@ -166,18 +172,18 @@ def test_how_activations_are_kept_changes_nothing_where_all_is_kept(other: Any) 
     assert not any(forwards_of(m) for m in both.modules())
 
 
-def low_rank(monkeypatch: pytest.MonkeyPatch, order: int, always: bool) -> LBPWHT:
-    if always:  # At full rank or with few tokens, an exact layer is cheaper.
-        monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
-        monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
+def low_rank(monkeypatch: pytest.MonkeyPatch, order: int) -> LBPWHT:
+    # At full rank or with few tokens, an exact layer is cheaper.
+    monkeypatch.setattr(LBPWHT, "_costs_more", lambda *_: None)
+    monkeypatch.setattr("efficient_ft.methods.backprop.low_rank.backward_flops", lambda *_: (1, 0))
     return LBPWHT(order=order)
 
 
 def test_full_rank_behind_a_drop_is_exact_and_low_rank_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, full, low = (model_of("vit") for _ in range(3))
     EViT([0, 2]).apply(alone)
-    apply_methods(full, [EViT([0, 2]), low_rank(monkeypatch, 15, True)])
-    apply_methods(low, [EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+    apply_methods(full, [EViT([0, 2]), low_rank(monkeypatch, 15)])
+    apply_methods(low, [EViT([0, 2]), low_rank(monkeypatch, 3)])
     expected = gradients(alone, "vit")
     assert largest_difference(expected, gradients(full, "vit")) < 1e-10
     assert largest_difference(expected, gradients(low, "vit")) > 1e-2
@@ -190,7 +196,7 @@ def test_kept_tokens_are_projected_alike_however_they_are_kept(
 ) -> None:
     alone, both = model_of("vit"), model_of("vit")
     for model, others in ((alone, []), (both, [] if replay else [other()])):
-        apply_methods(model, [*others, EViT([0, 2]), low_rank(monkeypatch, 3, True)])
+        apply_methods(model, [*others, EViT([0, 2]), low_rank(monkeypatch, 3)])
     if replay:
         both.set_grad_checkpointing(True)  # type: ignore[operator]
     assert largest_difference(gradients(alone, "vit"), gradients(both, "vit")) < 1e-10
@@ -198,7 +204,7 @@ def test_kept_tokens_are_projected_alike_however_they_are_kept(
 
 def test_a_side_network_passes_on_where_tokens_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     alone, full = model_of("vit"), model_of("vit")
-    for model, others in ((alone, []), (full, [low_rank(monkeypatch, 15, True)])):
+    for model, others in ((alone, []), (full, [low_rank(monkeypatch, 15)])):
         torch.manual_seed(0)
         apply_methods(model, [RepNet([0, 2]), EViT([1]), *others])
     assert largest_difference(gradients(alone, "vit"), gradients(full, "vit")) < 1e-10
@@ -233,20 +239,24 @@ def test_a_step_on_few_tokens_is_exact_where_that_costs_less() -> None:
     assert sum(f.backward for f in low.values()) < 0.75 * sum(f.backward for f in exact.values())
 
 
-def test_timm_s_own_checkpointing_replays_the_same_choice() -> None:
+@pytest.mark.parametrize("method", [lambda: EViT([1, 2]), lambda: ToMe(12)])
+def test_timm_s_own_checkpointing_replays_the_same_choice(method: Any) -> None:
     plain, replayed = small_vit("vit_tiny_patch16_224"), small_vit("vit_tiny_patch16_224")
     for model in (plain, replayed):
-        EViT([1, 2]).apply(model)
+        method().apply(model)
     replayed.set_grad_checkpointing(True)  # type: ignore[operator]
     assert largest_difference(gradients(plain, "vit"), gradients(replayed, "vit")) < 1e-12
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage()])
-def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any) -> None:
+@pytest.mark.parametrize("tokens", [lambda: EViT([0, 1, 2]), lambda: ToMe(39)])
+@pytest.mark.parametrize(
+    "other", [lambda: BackRazor(), lambda: Mesa(), lambda: LoRA(rank=2), lambda: LastStage(), lambda: UniformLayers(2)]
+)
+def test_fewer_tokens_keep_fewer_bytes_whatever_else_is_applied(other: Any, tokens: Any) -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=4, num_classes=10)
     without = executed(model, 2, (224, 224), methods=[other()])
-    both = executed(model, 2, (224, 224), methods=[other(), EViT([0, 1, 2])])
+    both = executed(model, 2, (224, 224), methods=[other(), tokens()])
     assert both.saved_bytes < 0.7 * without.saved_bytes
     assert both.backward_flops < 0.7 * without.backward_flops
 
@@ -380,13 +390,6 @@ def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_toke
         set_reentrant_ckpt(False)
 
 
-def test_two_methods_that_drop_tokens_are_refused() -> None:
-    model = model_of("vit")
-    EViT([1]).apply(model)
-    with pytest.raises(UserError, match="has been applied"):
-        EViT([2]).apply(model)
-
-
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("name", ["beit_base_patch16_224", "vit_base_patch16_xp_224", "cait_xxs24_224", "mvitv2_tiny"])
 def test_blocks_of_another_form_are_refused(name: str) -> None:
@@ -402,7 +405,7 @@ def test_blocks_of_another_form_are_refused(name: str) -> None:
     ("name", "flops", "full"),
     [
         ("deit_small_patch16_224", 7.8e9, 27.5e9),
-        pytest.param("vit_base_patch16_224", 29.8e9, 105.1e9, marks=pytest.mark.slow),
+        ("vit_base_patch16_224", 29.8e9, 105.1e9),
     ],
 )
 def test_bsr_trains_in_a_part_of_the_operations(name: str, flops: float, full: float) -> None:
@@ -484,10 +487,11 @@ def test_bsr_without_dropping_is_its_selection(name: str) -> None:
     assert seen == [False, True]
 
 
-def test_the_batch_is_not_mixed() -> None:
-    """The tokens kept in an image do not depend on the other images of the batch."""
+@pytest.mark.parametrize("method", [lambda: EViT([1, 2]), lambda: ToMe(12)])
+def test_the_batch_is_not_mixed(method: Any) -> None:
+    """The tokens that remain of an image do not depend on the other images of the batch."""
     model = model_of("vit").eval()
-    EViT([1, 2]).apply(model)
+    method().apply(model)
     images, _ = batch_of("vit")
     together = model(images)
     torch.testing.assert_close(together, torch.cat([model(image[None]) for image in images]))

@@ -455,7 +455,7 @@ def test_the_form_is_recognized_by_its_content(tmp_path: Path, weights: State) -
     assert_equal(factory.create_model(small(weights=str(tmp_path / "w.npz")), 1000).state_dict(), weights)
 
 
-def test_a_real_file(tmp_path: Path) -> None:
+def test_a_real_file() -> None:
     file = Path(__file__).resolve().parents[3] / "shared" / "data" / "deit_tiny.safetensors"
     if not file.is_file():
         pytest.skip("the file deit_tiny.safetensors is not here")

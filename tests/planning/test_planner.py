@@ -95,7 +95,7 @@ def test_the_recommended_recipe_is_tried() -> None:
 
     def attempt(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
         asked.append((list(arguments), classes))
-        return Trial(peak_bytes=7 * 10**8, step_seconds=0.25, steps=4)
+        return Trial(peak_bytes=7 * 10**8, step_seconds=0.25)
 
     found = a_plan(attempt=attempt)
     assert found.recommended is not None
@@ -123,7 +123,7 @@ def test_a_recipe_that_does_not_keep_the_budget_in_its_trial_gives_way_to_the_ne
     def attempt(arguments: Sequence[str], classes: int, seconds: float) -> Trial:
         tried.append(next(name for name, of in by_arguments.items() if of == tuple(arguments)))
         above = memory if len(tried) == 1 else need[tried[-1]]
-        return Trial(above, 0.1, 3)
+        return Trial(above, 0.1)
 
     by_arguments = {one.name: one.arguments for one in wide.options}
     found = a_plan(memory=memory, attempt=attempt)
@@ -190,7 +190,7 @@ def test_a_split_batch_fits_where_the_whole_does_not(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.exhaustive
 @pytest.mark.usefixtures("three")
-def test_the_library_function_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_library_function_is_the_plan() -> None:
     found = efficient_ft.plan(*SETTINGS, memory="900GB")
     assert isinstance(found, Plan)
     assert found.memory_bytes == 900 * 10**9

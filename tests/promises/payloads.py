@@ -26,7 +26,7 @@ from tests.promises.trial import Trial, require
 _MARK = "MARK"
 
 
-class _Payload:
+class Payload:
     """An object that creates the mark when it is unpickled."""
 
     def __init__(self, mark: str) -> None:
@@ -36,24 +36,24 @@ class _Payload:
         return open, (self.mark, "w")
 
 
-def _pickled(file: Path, mark: str) -> None:
-    file.write_bytes(pickle.dumps({"state_dict": {}, "callbacks": {}, "held": _Payload(mark)}))
+def pickled(file: Path, mark: str) -> None:
+    file.write_bytes(pickle.dumps({"state_dict": {}, "callbacks": {}, "held": Payload(mark)}))
 
 
-def _saved(file: Path, mark: str) -> None:
+def saved(file: Path, mark: str) -> None:
     torch.save(
-        {"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}, file
+        {"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}, file
     )
 
 
 def _saved_before_zip(file: Path, mark: str) -> None:
-    held = {"state_dict": {"head.weight": _Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}
+    held = {"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}
     torch.save(held, file, _use_new_zipfile_serialization=False)
 
 
-def _array(file: Path, mark: str) -> None:
+def array(file: Path, mark: str) -> None:
     with file.open("wb") as opened:
-        np.savez(opened, a=np.array([_Payload(mark)], dtype=object))
+        np.savez(opened, a=np.array([Payload(mark)], dtype=object))
 
 
 def _yaml(file: Path, mark: str) -> None:
@@ -71,7 +71,7 @@ def _overrides(file: Path, mark: str) -> None:
 
 
 _FORMS: tuple[Callable[[Path, str], None], ...] = (
-    _pickled, _saved, _saved_before_zip, _array, _yaml, _python, _overrides,
+    pickled, saved, _saved_before_zip, array, _yaml, _python, _overrides,
 )  # fmt: skip
 _RUN_FILES = (
     "checkpoint.ckpt", "checkpoint.ckpt.prev", "model.safetensors", "run_id", "config.yaml", "images", "results.json",
@@ -125,7 +125,7 @@ def _work(folder: Path) -> None:
     from hydra.utils import instantiate
 
     mark = folder / _MARK
-    pickle.loads(pickle.dumps(_Payload(str(mark)))).close()
+    pickle.loads(pickle.dumps(Payload(str(mark)))).close()
     require(mark.exists(), "the payload creates no file when it is unpickled")
     mark.unlink()
     instantiate(_call(str(mark))).close()
@@ -346,17 +346,17 @@ def _data_folder(folder: Path) -> None:
     mark = str(folder / _MARK)
     held = PngImagePlugin.PngInfo()
     held.add_text("Comment", f"__import__('os').mknod('{mark}')")
-    held.add_text("payload", pickle.dumps(_Payload(mark)).decode("latin-1"))
+    held.add_text("payload", pickle.dumps(Payload(mark)).decode("latin-1"))
     exif = Image.Exif()
     exif[0x010E] = f"`touch {mark}`"
-    exif[0x9286] = pickle.dumps(_Payload(mark))
+    exif[0x9286] = pickle.dumps(Payload(mark))
     for number, image in enumerate(sorted((folder / "images" / "0").iterdir())[:8]):
         Image.open(image).save(image.with_name(f"{number} $(touch MARK) `touch MARK`;touch MARK.png"), pnginfo=held)
         Image.open(image).save(image.with_suffix(".jpg"), exif=exif)
     for name in ("setup.py", "conftest.py", "sitecustomize.py", "torch.py", "numpy.py", "classes.txt", "yaml.py"):
         _python(folder / "images" / name, mark)
     for name in ("cache.pkl", "data.npy", "config.yaml"):
-        _pickled(folder / "images" / name, mark)
+        pickled(folder / "images" / name, mark)
     (folder / "images" / "$(touch MARK)").mkdir()
     shutil.copy(next((folder / "images" / "1").iterdir()), folder / "images" / "$(touch MARK)" / "a.png")
     command = arguments(folder / "images", folder / "run")

@@ -21,6 +21,7 @@ from efficient_ft.training import finish as training_finish
 from efficient_ft.training import run as training_run
 from efficient_ft.training.callbacks import recorder
 from efficient_ft.training.output import checkpoint, export
+from tests.config.settings import with_changes
 from tests.promises.children import SECONDS, Child, wait_until
 from tests.promises.methods import methods_of, network_of
 from tests.promises.trial import require
@@ -83,17 +84,6 @@ def configuration(images: Path, case: str = "full", quiet: bool = False, **chang
         "cost": {"baseline": "none", "steps": 1},
     }
     return with_changes(plain, **changes)
-
-
-def with_changes(plain: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """Change `plain` in place by dotted keys, with ``__`` for the dot, and return `plain`."""
-    for key, value in changes.items():
-        *path, last = key.split("__")
-        inner = plain
-        for part in path:
-            inner = inner.setdefault(part, {})
-        inner[last] = value
-    return plain
 
 
 def arguments(images: Path, run: Path, *more: str) -> list[str]:

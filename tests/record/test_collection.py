@@ -77,17 +77,6 @@ def test_runs_on_other_images_of_the_same_data_set_are_not_averaged(runs: Path) 
     assert any("full/1 and full/0 have the same settings but different images" in note for note in notes(found, True))
 
 
-def test_a_run_from_before_the_digest_belongs_to_the_runs_of_its_settings(runs: Path) -> None:
-    for seed in (1, 2):
-        file = runs / f"full/{seed}/results.json"
-        results = json.loads(file.read_text())
-        results["data"]["digest"] = "bb"
-        file.write_text(json.dumps(results))
-    found = collect(runs)
-    assert {len(group) for group in groups(found.runs)} == {1, 3}
-    assert not any("different images" in note for note in notes(found, True))
-
-
 @pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root reads every file")
 def test_results_that_may_not_be_read_are_not_called_unfinished(runs: Path) -> None:
     (runs / "full/0/results.json").chmod(0)

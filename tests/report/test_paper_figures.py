@@ -139,7 +139,7 @@ def test_runs_of_different_settings_are_never_one_point(runs: Path) -> None:
     assert set(series(runs, "alast/figure_10")) == {"1", "0"}, "a figure that averages nothing"
 
 
-def test_what_a_figure_needs_is_said(runs: Path, tmp_path: Path) -> None:
+def test_what_a_figure_needs_is_said(runs: Path) -> None:
     with pytest.raises(UserError, match="requires a run of full fine-tuning"):
         drawn_from("alast/figure_5", runs / "lbp20")
     with pytest.raises(UserError, match=r"at least two values of method.lbp_wht.order, got 1"):

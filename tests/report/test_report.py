@@ -28,22 +28,9 @@ from efficient_ft.report.record import describe, read
 from efficient_ft.training.run import run
 from tests.conftest import unwrapped
 from tests.training.runs import plain_config
+from tests.training.test_step_stats import METHODS, VIT
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-
-
-VIT: dict[str, Any] = {
-    "name": "vit_digits",
-    "pretrained": False,
-    "frozen_bn": False,
-    "kwargs": {"depth": 4, "embed_dim": 16, "num_heads": 2},
-}
-ALAST: dict[str, Any] = {"num_layers": 2, "budget_init": 0.7, "budget_min": 0.2, "budget_max": 0.9, "budget_lr": 4e-4}
-METHODS: dict[str, dict[str, Any]] = {
-    "full": {"full": {}},
-    "bsr": {"bsr": {"blocks": [1, 3], "drop_at": [1, 2], "keep_rate": 0.3}},
-    "alast": {"alast": ALAST},
-}
 
 
 def configured(method: dict[str, Any], **changes: Any) -> Config:

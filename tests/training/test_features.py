@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +58,42 @@ def assert_same_training(a: Path, b: Path) -> None:
     assert accuracies[0] == accuracies[1]
 
 
+def assert_stored_features_change_nothing(
+    tmp_path: Path, small: Callable[..., Config], train: int, val: int, **settings: Any
+) -> dict[str, Any]:
+    """Assert that runs that store and read a view for every epoch in fp32 equal a run without stored features.
+
+    Return the report of the run that stores the features.
+    """
+    plain = run(small(trainer__cache_features="off", **settings), tmp_path / "plain")
+    assert "features" not in plain
+    stored = small(trainer__views=2, trainer__cache_dtype="fp32", **settings)
+    results = run(stored, tmp_path / "stored")
+    assert_same_run(tmp_path / "plain", tmp_path / "stored")
+    report: dict[str, Any] = results["features"]
+    assert (report["computed"], report["read"]) == (2 * train + val, val)
+    # All features are stored, so another run with this prefix computes none.
+    again = run(stored, tmp_path / "again")
+    assert_same_training(tmp_path / "plain", tmp_path / "again")
+    assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * train + 2 * val)
+    assert again["accuracy"] == results["accuracy"] == plain["accuracy"]
+    assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
+    return report
+
+
+def assert_interruptions_change_nothing(
+    tmp_path: Path, small: Callable[..., Config], steps: Sequence[int], **settings: Any
+) -> dict[str, Any]:
+    """Assert that a run that is interrupted in some steps equals an uninterrupted run. Return its results."""
+    run(small(**settings), tmp_path / "straight")
+    other = small(**settings, trainer__cache_folder=str(tmp_path / "other"))
+    for step in steps:
+        interrupted_at(step, other, tmp_path / "broken")
+    results: dict[str, Any] = run(other, tmp_path / "broken")
+    assert_same_training(tmp_path / "straight", tmp_path / "broken")
+    return results
+
+
 def stores(tmp_path: Path) -> list[Path]:
     return sorted((tmp_path / "features").glob("*"))
 
@@ -67,20 +103,8 @@ def stores(tmp_path: Path) -> list[Path]:
 def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
-    plain = run(small(trainer__cache_features="off"), tmp_path / "plain")
-    results = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "stored")
-    assert_same_run(tmp_path / "plain", tmp_path / "stored")
-    assert results["accuracy"] == plain["accuracy"]
-    report = results["features"]
+    report = assert_stored_features_change_nothing(tmp_path, small, TRAIN, VAL)
     assert (report["end"], report["reason"]) == ("blocks.0", "blocks.1.norm1 trains")
-    assert report["computed"] == 2 * TRAIN + VAL
-    assert report["read"] == VAL
-    assert "features" not in plain
-    # All features are stored, so another run with this prefix computes none.
-    again = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "again")
-    assert_same_training(tmp_path / "plain", tmp_path / "again")
-    assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
-    assert again["totals"]["flops"] < results["totals"]["flops"] == plain["totals"]["flops"]
 
 
 @pytest.mark.slow
@@ -137,12 +161,7 @@ def test_later_epochs_read_what_the_first_ones_stored(
 def test_interrupted_it_continues_with_the_features_that_are_there(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
-    straight, broken = small(trainer__epochs=3), small(trainer__epochs=3, trainer__cache_folder=str(tmp_path / "other"))
-    run(straight, tmp_path / "straight")
-    for step in (4, 14, 24):
-        interrupted_at(step, broken, tmp_path / "broken")
-    run(broken, tmp_path / "broken")
-    assert_same_training(tmp_path / "straight", tmp_path / "broken")
+    assert_interruptions_change_nothing(tmp_path, small, (4, 14, 24), trainer__epochs=3)
 
 
 @pytest.mark.slow

@@ -144,25 +144,6 @@ def test_the_current_folder_is_not_moved_away(tmp_path, configuration, finished,
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("resume", ["auto", "never"])
-@pytest.mark.parametrize("moved", [{"config.yaml", "checkpoint.ckpt"}, {"results.json", "model.safetensors"}])
-def test_a_run_that_an_earlier_version_has_half_moved_is_reported(tmp_path, configuration, finished, resume, moved):
-    place, away = tmp_path / "run", tmp_path / "run.1"
-    shutil.copytree(finished[0], place)
-    away.mkdir()
-    for name in moved:
-        (place / name).rename(away / name)
-    before = tree(tmp_path)
-    with pytest.raises(UserError) as caught:
-        run(configuration(resume=resume), place)
-    text = str(caught.value)
-    assert "contains a part of a run" in text
-    assert str(place) in text
-    assert str(away) in text
-    assert "Move all files of the run into one folder" in text
-    assert tree(tmp_path) == before
-
-
 def test_a_part_of_a_run_alone_is_reported(tmp_path, configuration, finished):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)

@@ -23,16 +23,7 @@ from efficient_ft.models import factory
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.output import checkpoint, export
 from efficient_ft.training.run import run
-
-
-class Payload:
-    """An object that creates a file when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return open, (str(self.mark), "w")
+from tests.promises.payloads import Payload, array, pickled, saved
 
 
 @pytest.fixture
@@ -42,27 +33,12 @@ def mark(tmp_path: Path) -> Path:
 
 
 def test_the_payload_works(mark: Path) -> None:
-    pickle.loads(pickle.dumps(Payload(mark))).close()
+    pickle.loads(pickle.dumps(Payload(str(mark)))).close()
     assert mark.exists()
 
 
-def _pickled(file: Path, mark: Path) -> None:
-    file.write_bytes(pickle.dumps({"state_dict": {}, "callbacks": {}, "held": Payload(mark)}))
-
-
-def _saved(file: Path, mark: Path) -> None:
-    torch.save(
-        {"state_dict": {"head.weight": Payload(mark)}, "callbacks": {}, "efficient_ft_format": checkpoint.FORMAT}, file
-    )
-
-
-def _array(file: Path, mark: Path) -> None:
-    with file.open("wb") as opened:
-        np.savez(opened, a=np.array([Payload(mark)], dtype=object))
-
-
-FORMS = [_pickled, _saved, _array]
-Write = Callable[[Path, Path], None]
+FORMS = [pickled, saved, array]
+Write = Callable[[Path, str], None]
 _RUN_FILES = ["checkpoint.ckpt", "model.safetensors", "results.json", "config.yaml", "images", "run_id"]
 
 
@@ -79,9 +55,9 @@ def given(finished: Any, tmp_path: Path) -> Path:
 def test_no_file_of_a_run_folder_is_unpickled(
     write: Write, name: str, given: Path, mark: Path, finished: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    write(given / name, mark)
+    write(given / name, str(mark))
     for file in (checkpoint.previous(given / checkpoint.NAME), given / "metrics.jsonl", given / "run_id"):
-        write(file, mark)
+        write(file, str(mark))
     image = given / "image.png"
     image.write_bytes(b"")
     resumed = given.with_name("resumed")
@@ -143,7 +119,7 @@ def test_a_run_does_not_append_through_a_link(name: str, finished: Any, tmp_path
 )
 def test_no_file_of_weights_is_unpickled(write: Write, name: str, tmp_path: Path, mark: Path) -> None:
     file = tmp_path / name
-    write(file, mark)
+    write(file, str(mark))
     with pytest.raises(UserError) as caught:
         factory.create_model(ModelConfig(name="vit_tiny_patch16_224", weights=str(file)), 3)
     assert not mark.exists(), "code in a file was executed"

@@ -149,9 +149,7 @@ def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuratio
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "c")
 
 
-def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(
-    tmp_path, configuration, monkeypatch, without_cost, capfd
-):
+def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(tmp_path, configuration, without_cost, capfd):
     pytest.importorskip("wandb")
     logger = {"name": "wandb", "mode": "offline", "entity": "us", "tags": ["a", "b"], "job_type": "study"}
     config = configuration(logger=logger, trainer__max_steps=5, published=0.25)

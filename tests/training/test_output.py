@@ -82,11 +82,8 @@ def images(folder: Path) -> list[str]:
                 path = folder / "my images" / split / name / f"{number}.png"
                 path.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(pixels).save(path)
-    return ["data=folder", "data.root=my images", "method=[lbp_dct,last_stage,back_razor]", *_small_vit("deit_tiny")]
-
-
-def _small_vit(name: str) -> list[str]:
-    return [f"model={name}", "model.pretrained=false", "model.image_size=32", "++model.kwargs={depth:4,patch_size:8}"]
+    small = ["model.pretrained=false", "model.image_size=32", "++model.kwargs={depth:4,patch_size:8}"]
+    return ["data=folder", "data.root=my images", "method=[lbp_dct,last_stage,back_razor]", "model=deit_tiny", *small]
 
 
 def masks(folder: Path) -> list[str]:

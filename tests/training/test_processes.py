@@ -178,9 +178,7 @@ def test_two_processes_train_on_texts_as_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lost", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(
-    lost: int, tmp_path: Path, configuration: Any
-) -> None:
+def test_a_killed_process_ends_the_other_one_and_the_run_can_be_continued(lost: int, tmp_path: Path) -> None:
     plain = plain_config(**QUIET, trainer__devices=2, data__batch_size=64)
     done = killed_process(plain, tmp_path / "run", process=lost, at=15)
     assert done.returncode != 0

@@ -36,7 +36,6 @@ from efficient_ft.methods import (
 )
 from efficient_ft.methods.base import plain_state_dict
 from efficient_ft.task import TASKS
-from efficient_ft.training.kinds.classes import evenly_spaced
 from efficient_ft.training.output import export
 from efficient_ft.training.publish.card import CARD
 from efficient_ft.training.publish.folder import CLASSES, ExportOptions, compared, export_run, load
@@ -215,12 +214,6 @@ def test_the_check_compares_samples_and_reports_the_difference() -> None:
     assert (found.samples, found.classes) == (5, True)
     assert found.difference == pytest.approx(0.25, abs=1e-6)
     assert "the predicted classes agree for all 5 images; the logits differ by at most 0.25" in found.sentence
-
-
-def test_samples_are_evenly_spaced() -> None:
-    assert evenly_spaced(5, 3) == [0, 2, 4]
-    assert evenly_spaced(2, 5) == [0, 1]
-    assert evenly_spaced(7, 1) == [0]
 
 
 def test_the_images_of_the_run_are_compared(finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

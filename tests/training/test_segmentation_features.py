@@ -14,8 +14,10 @@ from efficient_ft.config import Config, check
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
 from tests.data.mask_pictures import write_folder
-from tests.training.runs import assert_same_run, interrupted_at
-from tests.training.test_features import assert_same_training
+from tests.training.test_features import (
+    assert_interruptions_change_nothing,
+    assert_stored_features_change_nothing,
+)
 from tests.training.test_segmentation_run import plain_segmentation
 
 pytestmark = pytest.mark.usefixtures("without_cost")
@@ -51,30 +53,15 @@ def weights(folder: Path) -> dict[str, Any]:
 def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
-    plain = run(small(trainer__cache_features="off"), tmp_path / "plain")
-    results = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "stored")
-    assert_same_run(tmp_path / "plain", tmp_path / "stored")
-    assert results["accuracy"] == plain["accuracy"]
-    report = results["features"]
-    assert (report["computed"], report["read"]) == (2 * TRAIN + VAL, VAL)
-    # All features and masks are stored, so another run with this prefix decodes no training image.
-    again = run(small(trainer__views=2, trainer__cache_dtype="fp32"), tmp_path / "again")
-    assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
-    assert_same_training(tmp_path / "plain", tmp_path / "again")
-    assert again["accuracy"] == plain["accuracy"]
+    """Masks are stored as well, so a run that reads all features decodes no training image."""
+    assert_stored_features_change_nothing(tmp_path, small, TRAIN, VAL)
 
 
 @pytest.mark.slow
 def test_interrupted_it_continues_with_the_features_that_are_there(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
-    changes: dict[str, Any] = {"trainer__epochs": 3, "trainer__views": 1}
-    run(small(**changes), tmp_path / "straight")
-    other = small(**changes, trainer__cache_folder=str(tmp_path / "other"))
-    for step in (2, 5):
-        interrupted_at(step, other, tmp_path / "broken")
-    run(other, tmp_path / "broken")
-    assert_same_training(tmp_path / "straight", tmp_path / "broken")
+    assert_interruptions_change_nothing(tmp_path, small, (2, 5), trainer__epochs=3, trainer__views=1)
 
 
 def test_evaluated_images_of_another_size_are_computed(

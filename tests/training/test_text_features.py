@@ -15,8 +15,13 @@ from efficient_ft.record.step_stats import step_stats_file
 from efficient_ft.training.features.fill import fill_features
 from efficient_ft.training.output import checkpoint
 from efficient_ft.training.run import run
-from tests.training.runs import assert_same_run, interrupted_at
-from tests.training.test_features import assert_same_training, stores
+from tests.training.runs import interrupted_at
+from tests.training.test_features import (
+    assert_interruptions_change_nothing,
+    assert_same_training,
+    assert_stored_features_change_nothing,
+    stores,
+)
 from tests.training.test_text_run import plain_text, write_place
 
 pytestmark = pytest.mark.usefixtures("without_cost")
@@ -72,20 +77,7 @@ def small(place: Path, tmp_path: Path) -> Callable[..., Config]:
 def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
     tmp_path: Path, small: Callable[..., Config], method: dict[str, Any], end: str
 ) -> None:
-    plain = run(small(trainer__cache_features="off", method=method), tmp_path / "plain")
-    settings: dict[str, Any] = {"method": method, "trainer__views": 2}
-    results = run(small(**settings), tmp_path / "stored")
-    assert_same_run(tmp_path / "plain", tmp_path / "stored")
-    assert results["accuracy"] == plain["accuracy"]
-    report = results["features"]
-    assert report["end"] == end
-    assert (report["computed"], report["read"]) == (2 * TRAIN + VAL, VAL)
-    # All features are stored, so another run with this prefix computes none, and trains on equal features and masks.
-    again = run(small(**settings), tmp_path / "again")
-    assert_same_training(tmp_path / "plain", tmp_path / "again")
-    assert (again["features"]["computed"], again["features"]["read"]) == (0, 2 * TRAIN + 2 * VAL)
-    assert again["accuracy"] == plain["accuracy"]
-    assert again["totals"]["flops"] < results["totals"]["flops"]
+    assert assert_stored_features_change_nothing(tmp_path, small, TRAIN, VAL, method=method)["end"] == end
 
 
 @pytest.mark.slow
@@ -94,12 +86,7 @@ def test_interrupted_it_continues_with_the_features_that_are_there(
     tmp_path: Path, small: Callable[..., Config], changes: dict[str, Any]
 ) -> None:
     settings: dict[str, Any] = {"trainer__epochs": 3, "trainer__views": 1, "method": {"last_stage": {}}, **changes}
-    run(small(**settings), tmp_path / "straight")
-    other = small(**settings, trainer__cache_folder=str(tmp_path / "other"))
-    for step in (4, 14, 30):
-        interrupted_at(step, other, tmp_path / "broken")
-    results = run(other, tmp_path / "broken")
-    assert_same_training(tmp_path / "straight", tmp_path / "broken")
+    results = assert_interruptions_change_nothing(tmp_path, small, (4, 14, 30), **settings)
     assert results["features"]["read"] > 0
 
 

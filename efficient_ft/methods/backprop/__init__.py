@@ -1,0 +1,1 @@
+"""Methods that compute an approximate gradient."""

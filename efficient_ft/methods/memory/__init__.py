@@ -1,0 +1,1 @@
+"""Methods that reduce the memory for the backward pass."""

@@ -26,12 +26,11 @@ Pairs = tuple[tuple[int, int], ...]
 BLOCK = 8  # order of the WHT in the paper, which divides maps into blocks of 8×8 positions
 
 
-def walsh(n: int = BLOCK) -> np.ndarray:
-    """Return the Walsh–Hadamard matrix (n × n) of ±1 whose row k changes sign k times. n must be a power of two."""
+def walsh() -> np.ndarray:
+    """Return the Walsh–Hadamard matrix (8 × 8) of ±1 whose row k changes sign k times."""
     h = np.ones((1, 1))
-    while h.shape[0] < n:
+    while h.shape[0] < BLOCK:
         h = np.block([[h, h], [h, -h]])
-    assert h.shape[0] == n, n
     return h[np.argsort((np.diff(h, axis=1) != 0).sum(1))]
 
 
@@ -198,7 +197,7 @@ def disjoint(tiles: list[Tile], positions: int) -> list[Tile]:
     return merged
 
 
-def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
+def orthonormal_rows(matrix: np.ndarray) -> np.ndarray:
     """Return an orthonormal basis of the row span, in the order of the rows.
 
     Rows that depend on earlier rows are omitted. The Gram–Schmidt process runs twice for numerical accuracy.
@@ -210,7 +209,7 @@ def orthonormal_rows(matrix: np.ndarray, tolerance: float = 1e-9) -> np.ndarray:
         rest = row - basis.T @ (basis @ row)
         rest -= basis.T @ (basis @ rest)
         norm = float(np.linalg.norm(rest))
-        if norm > tolerance * max(1.0, float(np.linalg.norm(row))):
+        if norm > 1e-9 * max(1.0, float(np.linalg.norm(row))):
             basis = np.vstack([basis, rest / norm])
     return basis
 

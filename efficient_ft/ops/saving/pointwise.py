@@ -49,8 +49,11 @@ def _scaled(unpack: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return unpack(*tensors[:-1]) * tensors[-1]
 
 
-class _Product(torch.autograd.Function):
-    """Elementwise product of two activations, for example in SwiGLU. `b` may be broadcast."""
+class _Product(_Scale):
+    """Elementwise product of two activations, for example in SwiGLU. `b` may be broadcast.
+
+    The backward pass is that of `_Scale`.
+    """
 
     @staticmethod
     def forward(ctx: Any, mode: PackedOperations, a: Tensor, b: Tensor) -> Tensor:
@@ -67,14 +70,6 @@ class _Product(torch.autograd.Function):
             )
             mode.set_source(y, both)
         return y
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        a, b = load(ctx)
-        g_a = None if b is None else (g * b).to(ctx.types[0])
-        g_b = None if a is None else (g * a).sum_to_size(ctx.shape).to(ctx.types[1])
-        return None, g_a, g_b
 
 
 def _multiplied(

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.text import plain_line, shortened, terminal_width
+from efficient_ft.data.inspection import spread
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.task import Inputs, Task, moved
 from efficient_ft.training.kinds.base import Kind, Prediction, Predictions, PredictOptions, Sample, Trained
@@ -24,11 +25,6 @@ from efficient_ft.training.output import export
 _CONFUSIONS = 5
 #: Maximum number of samples of each data set that are logged.
 SAMPLES = 8
-
-
-def evenly_spaced(total: int, count: int) -> list[int]:
-    """Return at most `count` distinct indices from 0 to `total` − 1 that include the first and the last index."""
-    return sorted({round(k * (total - 1) / max(count - 1, 1)) for k in range(count)})
 
 
 @torch.inference_mode()
@@ -69,7 +65,7 @@ class ClassKind(Kind):
 
     def file_batches(self, trained: Trained, files: Sequence[Path], count: int, size: int) -> Iterator[Inputs]:
         items = self.items(trained, PredictOptions(Path(), files))
-        chosen = [items[k] for k in evenly_spaced(len(items), count)]
+        chosen = [items[k] for k in spread(len(items), count)]
         for start in range(0, len(chosen), size):
             yield self.inputs(trained, [item.value for item in chosen[start : start + size]])
 
@@ -80,7 +76,7 @@ class ClassKind(Kind):
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
         """Return evenly spaced samples of the split that selects the best epoch, with their predictions."""
         dataset: Any = data.eval_loader(data.best_split).dataset
-        chosen = evenly_spaced(len(dataset), SAMPLES)
+        chosen = spread(len(dataset), SAMPLES).tolist()
         inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
         rows = probabilities(self.task, trained.model.to(device), inputs)
         found = []

@@ -14,6 +14,7 @@ from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line
+from efficient_ft.data.inspection import spread
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.models.transformers_files import CONFIG
 from efficient_ft.task import moved
@@ -67,8 +68,7 @@ class LabelFileKind(ClassificationKind):
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
         dataset: Any = data.eval_loader(data.best_split).dataset
-        last = len(dataset) - 1
-        chosen = sorted({round(k * last / max(SAMPLES - 1, 1)) for k in range(SAMPLES)})
+        chosen = spread(len(dataset), SAMPLES).tolist()
         inputs, targets = dataset.__getitems__([(0, index) for index in chosen])
         rows = outputs(self, trained, inputs, device)
         pairs: Any = zip(data.labeled(inputs, targets, trained.input), rows, strict=True)
@@ -79,9 +79,7 @@ class LabelFileKind(ClassificationKind):
         """Return the column names of the CSV output."""
 
     @abstractmethod
-    def predicted(
-        self, trained: Trained, row: Tensor, top: int
-    ) -> tuple[list[tuple[str, str]], dict[str, Any], list[Any]]:
+    def predicted(self, trained: Trained, row: Tensor, top: int) -> Predicted:
         """Return the lines for the terminal, the JSON entries and the CSV cells for the outputs of an image."""
 
     def caption(self, trained: Trained, row: Tensor) -> str:

@@ -87,25 +87,12 @@ def _changes_length(config: Config, stored: Config, folder: Path) -> bool:
 
 
 def refuse_split_run(folder: Path) -> None:
-    """Raise UserError if a folder contains a part of a run but no config.yaml, e.g. after an incomplete copy.
-
-    This function also checks the folders to which earlier runs were moved.
-    """
-    folder = folder.absolute()
-    places = [folder]
-    if _traces(folder):
-        while (target := folder.with_name(f"{folder.name}.{len(places)}")).is_dir():
-            places.append(target)
-    for place in places:
-        found = _traces(place)
-        if not found or config_file.NAME in found:
-            continue
-        whole = "Move all files of the run into one folder, or choose another hydra.run.dir."
-        other = next((one for one in (places[-1], folder) if one != place and _traces(one)), None)
+    """Raise UserError if a folder contains a part of a run but no config.yaml, e.g. after an incomplete copy."""
+    found = _traces(folder)
+    if found and config_file.NAME not in found:
         raise UserError(
-            f"The folder {place} contains a part of a run ({', '.join(found)}), but no {config_file.NAME}."
-            + (f" The folder {other} contains {', '.join(_traces(other))}." if other is not None else "")
-            + f" {whole}"
+            f"The folder {folder} contains a part of a run ({', '.join(found)}), but no {config_file.NAME}. Move all"
+            " files of the run into one folder, or choose another hydra.run.dir."
         )
 
 
@@ -117,7 +104,7 @@ def _traces(folder: Path) -> list[str]:
 def refuse_changed_contents(folder: Path, contents: Contents) -> None:
     """Raise UserError if the data or weights have changed since the run began, or if their record is damaged."""
     file = folder / CONTENTS
-    if not file.is_file():  # older versions did not write this record
+    if not file.is_file():
         return
     try:
         changes = contents.changes(parse_json(file.read_text(encoding="utf-8")))

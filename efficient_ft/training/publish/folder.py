@@ -24,6 +24,7 @@ from efficient_ft.config.kinds import OWN_CLASSIFIERS
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.files import refuse_link
 from efficient_ft.core.format import format_bytes, format_seconds
+from efficient_ft.data.inspection import spread
 from efficient_ft.models import timm_config
 from efficient_ft.models.image_processor import NAMES, processor_entries
 from efficient_ft.record import config_file
@@ -31,7 +32,6 @@ from efficient_ft.record.files import json_text
 from efficient_ft.task import Inputs, Task
 from efficient_ft.task.base import tensors_of
 from efficient_ft.training.kinds.base import Kind, Trained
-from efficient_ft.training.kinds.classes import evenly_spaced
 from efficient_ft.training.kinds.registry import kind_named, kind_of
 from efficient_ft.training.output import export
 from efficient_ft.training.publish.card import CARD, Check, model_card, require_license
@@ -303,7 +303,7 @@ def _evaluation_inputs(options: ExportOptions, trained: Trained, place: Path) ->
     part: Any = kind.open(config, trained.input).parts[options.task or ""]
     split = "test" if "test" in part.splits else part.best_split
     dataset = part.eval_loader(split).dataset
-    chosen, size = evenly_spaced(len(dataset), options.samples), options.batch_size
+    chosen, size = spread(len(dataset), options.samples).tolist(), options.batch_size
     steps = range(0, len(chosen), size)
     found = [dataset.__getitems__([(0, k) for k in chosen[start : start + size]])[0] for start in steps]
     return found, f"{len(chosen)} {split} {kind.task.sample}s of the run"

@@ -94,7 +94,7 @@ for name in sys.argv[1:]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernels", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
 def test_packing_is_the_same_under_every_default_dtype(kernels: str, tmp_path: Path) -> None:
     pytest.importorskip({"cpu": "numba", "gpu": "triton"}[kernels])
     script = tmp_path / "script.py"
