@@ -311,14 +311,18 @@ class Records:
         return [replace(self.run(row, value, tune.seed), steps=tune.steps) for value in tune.values]
 
     def _accuracy(self, record: Mapping[str, Any]) -> float:
-        """Return the accuracy that the search compares: that of the best epoch up to ``tune.steps``."""
+        """Return the accuracy that the search compares: that of the best epoch up to ``tune.steps``.
+
+        If the first epoch ends later, its accuracy is used.
+        """
         steps = self.study.tune.steps
         if "accuracy" not in record:
             return -math.inf
         if steps is None or "paused_at" in record or not record.get("curve"):
             return float(record["accuracy"]["best"])
-        per_epoch = record["totals"]["steps"] / len(record["curve"])
-        return max((point["accuracy"] for point in record["curve"] if point["epoch"] * per_epoch <= steps), default=0.0)
+        curve = record["curve"]
+        epochs = max(1, steps * len(curve) // record["totals"]["steps"])
+        return max(point["accuracy"] for point in curve[:epochs])
 
     def finished(self, row: str) -> list[dict[str, Any]]:
         """Return the records of `row` at the best value, one for each seed.

@@ -223,7 +223,8 @@ def network_time(config: Config) -> float:
     """Time training steps of a run on random images, without updates. Return the time of bf16 divided by that of fp32.
 
     The batch is reduced, so that the measurement takes a few seconds and, in a run with a memory budget, needs less
-    memory than the run: with half of the images, a step in fp32 needs at most as much memory as a step in bf16.
+    memory than the run: with half of the images (at least one), a step in fp32 needs about as much memory as a step in
+    bf16 or less.
     """
     kind = kind_of(config)
     most = min(config.data.batch_size, _MOST_IMAGES) // (1 if config.memory is None else 2) or 1

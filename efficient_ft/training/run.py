@@ -130,7 +130,9 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
 def _within_budget(
     config: Config, data: RunData, folder: Path, predictor: Predictor | None, kept: Path | None
 ) -> tuple[Config, Prediction | None]:
-    """Predict the memory of a run with a memory budget. See `require_within_budget` and `in_bf16`.
+    """Return the configuration with which a run fits into its memory budget, and the predicted memory.
+
+    The configuration is `config` or, if only bf16 fits, its copy in bf16 (`in_bf16`).
 
     Raises:
         UserError: If the run does not fit into its budget.

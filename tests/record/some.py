@@ -39,3 +39,16 @@ def some_results() -> Any:
         "environment": {"torch": "2"},
     }
     return results
+
+
+#: Contents of study.yaml.
+STUDY = """
+title: Digits
+vary: [optim.warmup_steps]
+settings: [model=vit_digits, data=digits, trainer.max_steps=2, trainer.limit_eval_batches=1, cost.baseline=none]
+tune: {setting: optim.lr, values: [1.0e-3, 1.0e-2], seed: 0}
+seeds: [0, 1]
+rows:
+  full: [method=full]
+  head: [method=head, optim.warmup_steps=0]
+"""
