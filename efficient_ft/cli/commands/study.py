@@ -111,10 +111,11 @@ def _run(records: Records, runs: Sequence[StudyRun], settings: Sequence[str]) ->
     for run in runs:
         if records.find(run) is not None:
             continue
-        pause = [] if run.steps is None else [f"pause_at={run.steps}"]
-        arguments = (*merged(*run.arguments, *settings), *pause)
-        config = configured(arguments)
+        arguments = tuple(merged(*run.arguments, *settings))
         title = f"{run.row} {records.study.tune.setting}={shown(run.value)} seed={run.seed}"
+        if run.steps is not None:
+            arguments, title = (*arguments, f"pause_at={run.steps}"), f"{title} (paused after {run.steps} steps)"
+        config = configured(arguments)
         job = Job(arguments, title, folder_of(config), config)
         if not job.trains:
             raise UserError(f"The run {title} does not train with cost_only or evaluate. Remove this setting.")
