@@ -29,6 +29,10 @@ With ``steps: N`` in ``tune``, each run of the search is paused after N optimize
 schedule of the whole run, and its accuracy is that of the best epoch so far. A finished run counts in the search with
 its epochs up to this step.
 
+The search compares single runs. With ``finalists: {full: [1.0e-4, 3.0e-4]}`` in ``tune``, the row ``full`` is run at
+these values with every seed, and the value with the highest mean accuracy is reported. This is useful for the row with
+which all other rows are compared.
+
 The search also uses records that differ from the study only in the settings that are listed under ``ignore`` in
 ``tune``. For example, with ``ignore: [trainer.precision]``, a study in fp32 can use a search in bf16, but reports only
 runs in fp32.
@@ -273,17 +277,33 @@ class Records:
         return [row for row in new if not self.starts.has(row, self.tested(row))]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the runs of each tuned row at the best value, one for each seed."""
+        """Return the runs of each tuned row at the best value and at the finalists, one for each seed."""
+        finalists = self.study.tune.finalists
         best = {row: self.best_value(row) for row in rows}
+        values = {row: finalists.get(row, [value]) for row, value in best.items() if value is not None}
         # The outer loop is over seeds, so that an interrupted study compares all rows over the same seeds.
-        return [
-            self.run(row, value, seed) for seed in self.study.seeds for row, value in best.items() if value is not None
-        ]
+        return [self.run(row, value, seed) for seed in self.study.seeds for row in values for value in values[row]]
 
     def best_value(self, row: str) -> float | None:
-        """Return the most accurate value of `row`, or None if the row is not tuned yet or all of the runs diverged."""
+        """Return the most accurate value of `row`, or None if the row is not tuned yet or all of the runs diverged.
+
+        If all finalists of the row have finished, the result is the finalist with the highest mean accuracy.
+        """
         best, missing = self._search(row)
-        return None if missing else best
+        if missing or best is None:
+            return None
+        means = {value: self._mean(row, value) for value in self.study.tune.finalists.get(row, ())}
+        finished = {value: mean for value, mean in means.items() if mean is not None}
+        return max(finished, key=lambda value: finished[value]) if finished and len(finished) == len(means) else best
+
+    def _mean(self, row: str, value: float) -> float | None:
+        """Return the mean accuracy over the seeds, or None if a run is missing.
+
+        The accuracy is that on the split that selects the best epoch. The result is -inf if a run has diverged.
+        """
+        records = [self.find(self.run(row, value, seed)) for seed in self.study.seeds]
+        found = [record.get("accuracy", {"best": -math.inf})["best"] for record in records if record is not None]
+        return sum(found) / len(found) if len(found) == len(records) else None
 
     def _search(self, row: str) -> tuple[float | None, list[StudyRun]]:
         """Return the best value so far, or None if all runs diverged, and the next runs of the search.
@@ -329,7 +349,8 @@ class Records:
 
         The list is empty if the row is not tuned yet.
         """
-        records = [self.find(run) for run in self.seed_runs([row])]
+        best = self.best_value(row)
+        records = [] if best is None else [self.find(self.run(row, best, seed)) for seed in self.study.seeds]
         return [record for record in records if record is not None and "accuracy" in record]
 
     def run(self, row: str, value: float, seed: int) -> StudyRun:

@@ -41,7 +41,7 @@ class Tune(_Strict):
 
     The search ignores differences in the settings listed in `ignore`. It starts at the middle values, or at the
     suggestion of a learning rate range test. If `steps` is given, each run of the search is paused after this number of
-    optimizer steps.
+    optimizer steps. Values in `finalists` are compared over all seeds.
     """
 
     setting: str
@@ -50,6 +50,7 @@ class Tune(_Strict):
     ignore: list[str] = []
     start: Literal["middle", "lr_test"] = "middle"
     steps: Annotated[StrictInt, Field(ge=1)] | None = None
+    finalists: dict[str, Annotated[list[float], Field(min_length=2)]] = {}
 
     @pydantic.field_validator("values", mode="before")
     @classmethod
@@ -107,6 +108,11 @@ class Study(_Strict):
             raise ValueError("tune.start: lr_test requires setting: optim.lr and positive values")
         if same := sorted({"seed", self.tune.setting} & set(self.tune.ignore)):
             raise ValueError(f"tune.ignore names {same[0]}, which the study sets for each run. Remove this entry")
+        for row, values in self.tune.finalists.items():
+            if row not in self.rows:
+                raise ValueError(f"tune.finalists names {row}, but the rows are {', '.join(self.rows)}")
+            if unknown := [value for value in values if value not in self.tune.values]:
+                raise ValueError(f"tune.finalists.{row} contains {unknown[0]:g}, which is not one of tune.values")
         for other, name in itertools.combinations(self.rows, 2):
             if self.rows[name] == self.rows[other]:
                 raise ValueError(f"the rows {other} and {name} have the same settings")

@@ -112,9 +112,15 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
     if diverged:
         said.append(f"These rows diverged at every value: {', '.join(diverged)}.")
     for row in rows:
-        lost = [run.seed for run in records.seed_runs([row]) if "diverged" in (records.find(run) or {})]
+        best, runs = records.best_value(row), records.seed_runs([row])
+        lost = [run.seed for run in runs if run.value == best and "diverged" in (records.find(run) or {})]
         if lost:
             said.append(f"The row {row} diverged at its best value with seed {', '.join(map(str, lost))}.")
+    for row in (row for row in tune.finalists if row in rows):
+        values = " and ".join(map(shown, tune.finalists[row]))
+        runs = records.seed_runs([row])
+        done = "is" if runs and all(map(records.find, runs)) else "will be"
+        said.append(f"The value of {row} {done} selected from {values} by the mean accuracy over all seeds.")
     fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < len(seeds)]
     if fewer:
         said.append(f"These rows have results for fewer than {len(seeds)} seeds: {', '.join(fewer)}.")

@@ -55,6 +55,32 @@ def test_every_row_is_tuned_over_the_same_values_and_its_best_is_run_with_every_
     assert len(records.finished("full")) == 1
 
 
+def test_finalists_are_compared_over_all_seeds(folder: Path) -> None:
+    finalists = "seed: 0, finalists: {full: [1.0e-3, 1.0e-2]}}"
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", finalists).replace("[0, 1]", "[1, 2]"))
+    records = Records(folder)
+    assert records.seed_runs(["full"]) == []
+    for run, best in zip(records.tuning_runs(["full", "head"]), (0.5, 0.9, 0.8, 0.7), strict=True):
+        records.add(run, results(best))
+    runs = records.seed_runs(["full", "head"])
+    assert [(run.row, run.value, run.seed) for run in runs] == [
+        ("full", 1e-3, 1), ("full", 1e-2, 1), ("head", 1e-3, 1),
+        ("full", 1e-3, 2), ("full", 1e-2, 2), ("head", 1e-3, 2)]  # fmt: skip
+    for run, best in zip(runs[:4], (0.7, 0.8, 0.6, 0.9), strict=True):
+        records.add(run, results(best))
+    assert records.best_value("full") == 1e-2, "the value of the search, because a run is missing"
+    assert [record["value"] for record in records.finished("full")] == [1e-2]
+    assert any("full will be selected from 0.001 and 0.01 by" in note for note in notes(records, ["full"]))
+    records.add(runs[4], results(0.75))  # means of 0.8 and 0.775
+    assert records.best_value("full") == 1e-3
+    assert [(record["value"], record["seed"]) for record in records.finished("full")] == [(1e-3, 1), (1e-3, 2)]
+    assert any("full is selected from 0.001 and 0.01 by" in note for note in notes(records, ["full"]))
+    records.add_diverged(runs[3], "The loss is nan.")
+    assert records.best_value("full") == 1e-2
+    records.add_diverged(runs[1], "The loss is nan.")
+    assert records.best_value("full") == 1e-3, "all finalists diverged once"
+
+
 def test_a_record_contains_the_curve_of_its_run(folder: Path) -> None:
     metrics = MetricsFile(folder)
     for epoch in (1, 2):
