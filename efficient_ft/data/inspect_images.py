@@ -212,8 +212,8 @@ def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input:
         line += f"; values {values[0]:g}–{values[1]:g}"
     found.lines.append(line)
     if len(decoded) + len(found.problems) < total:
-        headers = f", and {len(images):,} headers were read" if len(images) > len(decoded) else ""
-        found.lines.append(f"sample: {len(decoded):,} of {counted(total, 'image')} were decoded{headers}")
+        sizes_of = f"; the sizes are those of {len(images):,} images" if len(images) > len(decoded) else ""
+        found.lines.append(f"sample: {len(decoded):,} of {counted(total, 'image')} were decoded{sizes_of}")
     gray = sum(count for mode, count in modes.items() if mode in _GRAY or mode.startswith("I"))
     if 0.01 <= gray / len(images) <= 0.99:
         number = f"{gray:,} of {counted(len(images), 'image')} {verb(gray, 'is', 'are')}"

@@ -62,6 +62,7 @@ def test_steps_of_two_recipes(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert re.search(r"allocator:[\s#]+system", printed), "the line of a long processor name is wrapped"
 
 
+@pytest.mark.slow
 def test_steps_of_a_compiled_recipe(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
@@ -83,6 +84,7 @@ def test_steps_of_a_compiled_recipe(
     assert "baseline: head and full" in printed
 
 
+@pytest.mark.slow
 def test_a_step_is_compiled_after_batch_norm_is_frozen(monkeypatch: pytest.MonkeyPatch):
     graphs: list[object] = []
 
@@ -254,6 +256,7 @@ def test_without_a_frozen_prefix_there_is_none_to_report(tmp_path: Path):
     assert set(measured) == {"forward", "backward", "update", "step"}
 
 
+@pytest.mark.slow
 def test_overhead(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     file = tmp_path / "overhead.json"
     arguments = "overhead full compact lora --rounds 2 --warmup 1 --json"

@@ -172,6 +172,7 @@ def test_one_network_is_not_a_search_over_networks(model: str) -> None:
     assert several_networks([model, "model.weights=x"]) is None
 
 
+@pytest.mark.slow
 def test_local_weights_come_first_and_hosts_are_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(cache, "mobilenetv2_100.ra_in1k")
     monkeypatch.delenv("HF_HUB_OFFLINE")
@@ -195,6 +196,7 @@ def test_local_weights_come_first_and_hosts_are_asked_once(cache: Path, monkeypa
     assert asked == []
 
 
+@pytest.mark.slow
 def test_missing_weights_and_data_are_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("efficient_ft.core.network._ask", lambda *given: "no route")
     runs = ["data=digits", "recipe=none", "method=full"]

@@ -36,6 +36,7 @@ NAMED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["model", "data", "tasks", "optim", "trainer", "logger", "recipe", "from_scratch"])
 def test_every_option_of_every_group_composes(group: str) -> None:
     for option in options(group):
@@ -257,6 +258,7 @@ def test_a_sweep_is_the_product_of_its_values() -> None:
     }
 
 
+@pytest.mark.slow
 def test_several_data_sets_in_turn() -> None:
     published = ["tasks=bsr_moe", "model=vit_base_in1k", "method=bsr_moe"]
     (config,) = composed(*published)

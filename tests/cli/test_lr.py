@@ -48,6 +48,7 @@ def test_the_rates_grow_exponentially_with_the_factors_of_the_groups(monkeypatch
     assert [max(rates) for rates in used] == pytest.approx([10 * rate for rate in found.rates])
 
 
+@pytest.mark.slow
 def test_a_step_accumulates_batches_and_methods_begin_and_end_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     begin = LISA.step_begin
@@ -83,6 +84,7 @@ def test_a_loss_that_is_not_finite_ends_the_test(monkeypatch: pytest.MonkeyPatch
         range_test(check(plain_config()), 8, 1e-5, 1e-2)
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_run_and_writes_its_files(capsys: pytest.CaptureFixture[str]) -> None:
     small = "model.kwargs={depth: 2, embed_dim: 16, num_heads: 2}"
     words = ["method=full", f"+{small}", "data.batch_size=32", "trainer.precision=fp32"]

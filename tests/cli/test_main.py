@@ -50,6 +50,7 @@ def test_what_the_system_refuses_is_one_message(
         assert unwrapped(capsys.readouterr().err) == f"out: {raised.strerror}.\n"
 
 
+@pytest.mark.slow
 def test_help_configuration_and_completion_load_no_torch(tmp_path: Path) -> None:
     code = (
         "import runpy, sys\n"
@@ -99,6 +100,7 @@ def test_outcomes_of_a_run(program: Path) -> None:
     assert "Traceback" not in interrupted.stderr
 
 
+@pytest.mark.slow
 def test_a_reader_that_closes_the_pipe_ends_a_run_without_a_message(program: Path) -> None:
     """A closed pipe, as in `efficient-ft ... | head`, is not reported as an error of the run folder."""
     read, write = os.pipe()
@@ -108,6 +110,7 @@ def test_a_reader_that_closes_the_pipe_ends_a_run_without_a_message(program: Pat
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_run_has_the_folder_of_its_configuration_or_the_one_it_is_given(program: Path) -> None:
     assert call(program).returncode == 0
     (folder,) = runs_of(program)
@@ -182,6 +185,7 @@ def test_a_copy_of_the_repository_in_a_folder_with_spaces_works(tmp_path: Path) 
     assert "lr: 0.5" in done.stdout
 
 
+@pytest.mark.slow
 def test_slurm_is_refused_where_there_is_none(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

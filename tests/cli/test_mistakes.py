@@ -302,6 +302,7 @@ def test_mistaken_settings_of_hydra(argument: str, said: str) -> None:
         composed(argument)
 
 
+@pytest.mark.slow
 def test_settings_of_hydra_that_fail_later_end_in_one_line(program: Path) -> None:
     for setting in ("hydra.job_logging.root.level=FOO", "hydra.verbose=[1,{a:2}]", "hydra.job.name=${nothing}"):
         done = call(program, "data=cifar10", setting)
@@ -358,6 +359,7 @@ def test_settings_of_another_kind_of_network(arguments: list[str], said: str) ->
         composed("model=bert_base")
 
 
+@pytest.mark.slow
 def test_a_setting_that_the_options_lack_is_named_although_a_name_has_no_default() -> None:
     words = ("task=segmentation", "data=mask_folder", "data.root=x", "model=smp", "model.name=unet")
     with pytest.raises(SettingError, match=r"^data\.augment\.name must be left out with task=segmentation, got none"):
@@ -371,6 +373,7 @@ def test_a_setting_that_the_options_lack_is_named_although_a_name_has_no_default
         composed("data=digits", "data.masks.exif=auto", "+step_stats.interval=3")
 
 
+@pytest.mark.slow
 def test_information_on_settings_that_do_not_exist_is_refused_in_one_line(program: Path) -> None:
     done = call(program, "optim.nope=1", "--info=config")
     assert (done.returncode, done.stdout) == (2, "")
@@ -378,6 +381,7 @@ def test_information_on_settings_that_do_not_exist_is_refused_in_one_line(progra
     assert call(program, "optim.lr=1", "--info=config").returncode == 0
 
 
+@pytest.mark.slow
 def test_the_configuration_of_a_sweep_is_refused_and_jobs_of_a_single_run_noted(program: Path) -> None:
     shown = call(program, "-m", "method=full", "--cfg", "job")
     assert (shown.returncode, shown.stdout) == (2, "")

@@ -95,6 +95,7 @@ def test_a_message_passes() -> None:
     assert caught.value is said
 
 
+@pytest.mark.slow
 def test_a_log_that_cannot_be_opened_is_one_message(tmp_path: Path) -> None:
     """A log file that cannot be opened gives the same message as a read-only file system."""
     write_program(tmp_path)
@@ -196,6 +197,7 @@ main.main()
 """
 
 
+@pytest.mark.slow
 def test_a_rejected_command_changes_nothing_in_the_folder_of_a_run(program: Path) -> None:
     assert call(program, "method.lbp_wht.order=2", "hydra.run.dir=run").returncode == 0
     assert (program / "run" / ".hydra" / "overrides.yaml").is_file()

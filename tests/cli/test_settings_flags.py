@@ -43,6 +43,7 @@ def test_flags_are_checked_before_anything_else(program: Path) -> None:
     assert done.stderr == "The flags --cfg and --info cannot be combined. Use only one flag.\n"
 
 
+@pytest.mark.slow
 def test_help_is_shown_whatever_the_settings_are(program: Path) -> None:
     for flag in ("--help", "--hydra-help"):
         done = call(program, "optim.nope=1", "model=nope", flag)
@@ -55,6 +56,7 @@ def test_an_entry_that_the_configuration_lacks(program: Path) -> None:
     assert done.stderr.startswith("--package optmi: the entry does not exist or is null. Choose one of the groups")
 
 
+@pytest.mark.slow
 def test_help_equals_the_text_of_hydra(program: Path) -> None:
     """The help is written without composing the configuration, which would take most of the time."""
     own, of_hydra = (call(program, "--help", *more).stdout for more in ((), ("--config-name", "train")))

@@ -76,6 +76,7 @@ def test_what_a_row_is_compared_with_is_counted_ahead_and_nothing_twice(monkeypa
     assert len(counted) == 2, "its memory is measured"
 
 
+@pytest.mark.slow
 def test_saved_bytes_are_counted_at_the_batch_size_of_the_run() -> None:
     """In bf16, the casts of the weights are saved once per batch, so their size per image depends on the batch size."""
     arguments = ("model=deit_tiny", "data=cifar10", "recipe=bsr_deit/cifar10", "method=full")

@@ -31,6 +31,7 @@ def test_a_rank_of_ones_own_changes_no_variant() -> None:
     assert folder_of(published).parts[-2] == "lbp_wht_published"
 
 
+@pytest.mark.slow
 def test_a_default_that_is_not_the_paper_s_says_so() -> None:
     (config,) = composed("method=lbp_wht")
     assert not_as_published(config) == [

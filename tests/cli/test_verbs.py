@@ -56,6 +56,7 @@ def test_the_help_of_a_command(verb: str, capsys: pytest.CaptureFixture[str]) ->
     assert shown.startswith(f"usage: efficient-ft {verb} ")
 
 
+@pytest.mark.slow
 def test_the_program_runs_the_commands(program: Path) -> None:
     for words, said in (
         (["train", "hydra.run.dir=a run"], "ran 4 lr 0.002 "),

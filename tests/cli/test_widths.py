@@ -137,6 +137,7 @@ def test_collect(columns: list[str], tmp_path: Path, fits: Callable[..., str]) -
     assert str(tmp_path) not in fits("x"), "no absolute path"
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive", of="columns")
 @pytest.mark.parametrize("columns", [[], ["--columns", "all"]])
 def test_published_tables(columns: list[str], fits: Callable[..., str]) -> None:

@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import REPOSITORY
 
 PROGRAM = """
@@ -22,6 +24,7 @@ print(json.dumps([first, same, "torchmetrics.functional" in sys.modules, issubcl
 """
 
 
+@pytest.mark.slow
 def test_lightning_imports_only_two_classes_of_torchmetrics() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

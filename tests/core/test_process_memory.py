@@ -177,6 +177,7 @@ def test_only_unchanged_pages_of_unused_libraries_are_released(tmp_path: Path) -
     assert not list(process_memory._unchanged_pages(tmp_path / "missing", process_memory._UNUSED))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 def test_releasing_library_pages_leaves_libraries_usable() -> None:
     code = """

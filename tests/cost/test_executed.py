@@ -246,6 +246,7 @@ def trained_last(model: nn.Module, *prefixes: str) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_efficientformer_l1_last_stage():
     model = trained_last(on_meta("efficientformer_l1", num_classes=100), "stages.3", "norm", "head")
     count = executed(model, 32, (224, 224))

@@ -118,6 +118,7 @@ def test_zero_steps_count_and_do_not_time(run: tuple[nn.Module, list[Method]]):
     assert all(cost.measured is None and not cost.note for cost in costs.values())
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_counted_and_not_timed(
     run: tuple[nn.Module, list[Method]], monkeypatch: pytest.MonkeyPatch
 ):

@@ -89,6 +89,7 @@ def test_a_residual_block_by_hand():
     assert published(Branch(), 1, (4, 4)).activation_bytes == 4 * n * (3 + 8 + 32 + (32 + 8) + 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fused", [True, False])
 def test_an_attention_block_keeps_what_the_reference_says(fused):
     set_fused_attn(fused)
@@ -186,6 +187,7 @@ def test_choosing_tokens_counts_nothing(fused, rule):
     assert sum(op.macs for op in fewer) < sum(op.macs for op in plain)
 
 
+@pytest.mark.slow
 def test_a_method_of_the_memory_axis_and_frozen_statistics_change_nothing():
     def count(model: nn.Module) -> float:
         return published(model, 2, (64, 64)).bytes

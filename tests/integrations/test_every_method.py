@@ -61,6 +61,7 @@ def test_a_loop_of_accelerate(row: str) -> None:
     assert_same_weights(expected, network)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", rows_on_vit(("moe", "lora")))
 def test_the_trainer_of_transformers(row: str, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")

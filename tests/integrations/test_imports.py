@@ -60,6 +60,7 @@ def test_a_method_takes_little_memory(found: dict[str, Any]) -> None:
     assert found["bytes"] < MOST_BYTES
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("library", "install"),
     [("lightning", "pip install 'lightning>="), ("transformers", "'efficient-ft[transformers]'")],

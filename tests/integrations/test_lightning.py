@@ -326,6 +326,7 @@ def test_a_wrong_name_is_refused_with_those_there_are(network: str, message: str
 
 
 # ------------------------------------------------------------------------------------------------ rejected models
+@pytest.mark.slow
 def test_a_compiled_or_wrapped_network_is_refused() -> None:
     inside = model_of("vit")
     inside.blocks[1] = torch.compile(inside.blocks[1])
@@ -421,6 +422,7 @@ def test_callbacks_that_copy_the_network_come_after_the_methods(copies: Any) -> 
     trainer_of(copies(), MethodCallback([BackRazor()], network="net"), max_epochs=2).fit(Module(), loader_of(2))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_other_methods_is_refused(tmp_path: Path) -> None:
     def trainer(*methods: Method) -> L.Trainer:
         return trainer_of(MethodCallback(methods, network="net"), max_epochs=2)

@@ -50,6 +50,7 @@ def train(model: nn.Module, session: MethodSession, name: str, steps: range, aft
         after()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", FIRST)
 def test_a_copy_of_the_network_for_averaged_weights(method: str) -> None:
     """A copy with the same weights has the same outputs, and does not affect the training of the network."""

@@ -222,6 +222,7 @@ def test_a_session_is_entered_again_and_followed_by_another() -> None:
         assert [n for n, _ in after.named_parameters()] == ["head.weight", "head.bias"]
 
 
+@pytest.mark.slow
 def test_leaving_keeps_the_methods_and_remove_restores_the_model() -> None:
     model = model_of("resnet")
     names, kinds = list(model.state_dict()), [type(m) for m in model.modules()]
@@ -266,6 +267,7 @@ def test_an_error_in_a_step_leaves_a_usable_model() -> None:
         train(model, session, batches_of("vit", 1))
 
 
+@pytest.mark.slow
 def test_print_shows_parameters_bytes_and_flops() -> None:
     model = MODELS["vit"].create()
     methods: list[Method] = [Blocks([-1]), BackRazor()]

@@ -94,6 +94,7 @@ def test_the_trained_part_of_adapters_is_adapters_and_head(stack: str, tmp_path:
         assert set(opened.keys()) == {n for n in session.model.state_dict() if "lora_" in n or n.startswith("head.")}
 
 
+@pytest.mark.slow
 def test_the_trained_part_of_a_large_model_is_small(tmp_path: Path) -> None:
     model = timm.create_model("deit_small_patch16_224", num_classes=10)
     session = MethodSession(model, LoRA(rank=8)).apply()

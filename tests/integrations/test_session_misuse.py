@@ -153,6 +153,7 @@ def test_steps_and_losses_at_the_wrong_place() -> None:
         other.loss(torch.zeros(()))
 
 
+@pytest.mark.slow
 def test_nested_sessions_are_rejected() -> None:
     model = model_of("vit")
     holder = nn.Sequential(model)

@@ -84,6 +84,7 @@ def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=LR)
 
 
+@pytest.mark.slow
 def test_a_trainer_that_never_trains_does_not_block_another_session(tmp_path: Path) -> None:
     model, methods = wrapped(), [LastStage()]
     trainer = trainer_of(methods, tmp_path, model)
@@ -92,6 +93,7 @@ def test_a_trainer_that_never_trains_does_not_block_another_session(tmp_path: Pa
     trainer.train()
 
 
+@pytest.mark.slow
 def test_a_trainer_built_during_training_does_not_end_the_step(tmp_path: Path) -> None:
     model, callback = wrapped(), MethodCallback([LISA(num_layers=1)])
 
@@ -102,6 +104,7 @@ def test_a_trainer_built_during_training_does_not_end_the_step(tmp_path: Path) -
     Trainer(model, arguments(tmp_path), train_dataset=images_of(2), callbacks=[callback, Building()]).train()
 
 
+@pytest.mark.slow
 def test_methods_of_another_callback_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = wrapped()
     trainer_of([LISA(num_layers=1)], tmp_path, model)
@@ -112,6 +115,7 @@ def test_methods_of_another_callback_are_reported(tmp_path: Path, caplog: pytest
 
 
 # ------------------------------------------------------------------------------------------------ training
+@pytest.mark.slow
 def test_merged_weights_are_saved_and_load_as_they_are(tmp_path: Path) -> None:
     model, callback = wrapped(), MethodCallback([LoRA(rank=2)])
     Trainer(model, arguments(tmp_path), train_dataset=images_of(2), callbacks=[callback]).train()
@@ -267,6 +271,7 @@ class Own(nn.Module):
         return (loss, logits) if self.output == "tuple" else {"loss": loss, "logits": logits}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("output", ["tuple", "dict"])
 def test_a_model_of_one_s_own(output: str, tmp_path: Path) -> None:
     expected = model_of("vit")
@@ -352,6 +357,7 @@ def test_several_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         build(ddp_static_graph=True)
 
 
+@pytest.mark.slow
 def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
     late = Trainer(wrapped(), arguments(tmp_path), train_dataset=images_of(1))
     late.add_callback(MethodCallback(Full()))
@@ -369,6 +375,7 @@ def test_a_callback_that_comes_too_late_is_refused(tmp_path: Path) -> None:
         again.train()
 
 
+@pytest.mark.slow
 def test_an_optimizer_built_before_is_refused(tmp_path: Path) -> None:
     for methods, refused in (([LoRA(rank=2)], True), ([LISA(num_layers=1)], False)):
         model = wrapped()

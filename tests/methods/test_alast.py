@@ -116,6 +116,7 @@ def test_the_output_and_what_trains_are_those_of_the_blocks_written_out(form: st
             assert (p.grad - expected).norm() < 1e-8 * expected.norm(), name
 
 
+@pytest.mark.slow
 def test_so_many_tokens_flow_on() -> None:
     """Each block passes on exactly ⌊b · N⌋ patch tokens in training and all patch tokens in evaluation."""
     model = timm.create_model(
@@ -194,6 +195,7 @@ def test_the_mean_cost_is_that_of_the_sampled_masks_and_falls_with_k(monkeypatch
     assert found == sorted(set(found))
 
 
+@pytest.mark.slow
 def test_without_dropping_it_costs_what_uniform_layers_cost() -> None:
     same = {"train_embeddings": False, "seed": 1}
     model = MODELS["vit"].create()

@@ -113,6 +113,7 @@ def test_without_clipping_the_update_telescopes(delta: Any) -> None:
     assert max(abs(value - 0.5) for value in budgets_of(method)) > 1e-4
 
 
+@pytest.mark.slow
 def test_the_default_change_is_that_of_a_sum_over_the_batch_of_the_paper() -> None:
     method = ALaST()
     method.apply(timm.create_model("vit_tiny_patch16_224"))
@@ -144,6 +145,7 @@ def test_what_is_recomputed_counts_once_and_is_the_same(how: str) -> None:
     assert len(set(budgets_of(method))) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "other",
     [lambda: BackRazor(sparsity=0.0, value_dtype="same"), lambda: LBPWHT(order=15), lambda: Checkpointing()],

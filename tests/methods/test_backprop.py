@@ -124,6 +124,7 @@ def test_every_named_layer_falls_by_the_predicted_amount(pristine, name):
         assert low[n].backward == exact[n].backward, n
 
 
+@pytest.mark.slow
 def test_a_layer_that_would_cost_more_stays_exact_and_is_reported(pristine):
     model = pristine("efficientformerv2_s0")
     applied = LBPWHT().apply(model)
@@ -134,6 +135,7 @@ def test_a_layer_that_would_cost_more_stays_exact_and_is_reported(pristine):
     assert "layers keep the exact backward pass" in applied.notes[0]
 
 
+@pytest.mark.slow
 def test_evaluation_is_the_plain_layer_and_training_is_not(pristine):
     model = pristine("efficientformer_l1")
     plain = copy.deepcopy(model)

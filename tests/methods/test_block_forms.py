@@ -261,6 +261,7 @@ def test_an_own_forward_pass_is_refused_in_every_block_if_there_are_rotary_embed
         EViT([1]).apply(model)
 
 
+@pytest.mark.slow
 def test_the_methods_train_on_images_of_another_size() -> None:
     other = torch.randn(2, 3, 48, 24, dtype=torch.float64)
     plain, own = small_eva(dynamic_img_size=True).eval(), small_eva(dynamic_img_size=True).eval()
@@ -273,6 +274,7 @@ def test_the_methods_train_on_images_of_another_size() -> None:
         assert all(parameter.grad is not None for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NETWORKS)
 def test_recomputation_by_timm_gives_the_same_gradients(name: str) -> None:
     for make in (partial(EViT, [0, 2]), partial(ToMe, 4), partial(PatchDropout, 0.5)):

@@ -173,6 +173,7 @@ def test_a_profile_continues_where_it_was_saved(tmp_path: Path) -> None:
         assert again.applied == method.applied
 
 
+@pytest.mark.slow
 def test_micro_batches_are_measured_once() -> None:
     one, two = (LowBit("auto", 3.2) for _ in range(2))
     model = model_of("vit")

@@ -109,6 +109,7 @@ def compiled_alike(row: str, model: str, **options: Any) -> CompiledBlocks:
     return reports[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", FIRST)
 def test_compiled_blocks_have_the_same_gradients(method: str) -> None:
     report = compiled_alike(*FIRST[method], backend="eager")
@@ -204,6 +205,7 @@ def test_a_prefix_that_is_computed_in_another_way_is_not_compiled() -> None:
     assert str(report) == "2 of 4 blocks compiled. Not compiled: blocks 0–1 (frozen prefix)."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["vit", "efficientformer"])
 def test_frozen_blocks_with_low_rank_layers_are_compiled(model: str) -> None:
     found = []

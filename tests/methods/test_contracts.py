@@ -219,6 +219,7 @@ def test_every_projected_layer_is_reached_and_costs_less(row: str, name: str) ->
         assert 0 < low[layer].backward < exact[layer].backward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "swinv2"])
 def test_the_order_of_the_list_never_matters(name: str) -> None:
     def trained(order: tuple[str, ...]) -> tuple[list[str], Gradients]:

@@ -65,6 +65,7 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("trains", ["all", "last stage", "biases"])
 def test_gradients_are_those_of_the_plain_model(network: nn.Module, trains: str) -> None:
@@ -149,6 +150,7 @@ def test_it_is_taken_out_again(network: nn.Module) -> None:
     assert len(seen) == 15, "a copy runs it with its own modules"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [LBPWHT, LBPDCT])
 def test_low_rank_methods_fuse_unless_told_not_to(network: nn.Module, method: type[LBPWHT] | type[LBPDCT]) -> None:
     plain = copy.deepcopy(network)
@@ -197,6 +199,7 @@ def _train_last_stage(model: nn.Module) -> None:
             nn.init.constant_(module.gamma, 0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [False, True])
 def test_low_rank_blocks_run_as_one_operation_with_equal_gradients(network: nn.Module, bf16: bool) -> None:
     _train_last_stage(network)

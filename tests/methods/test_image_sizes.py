@@ -189,6 +189,7 @@ def test_micro_batches_of_two_sizes_share_a_backward_pass(methods: list[Method])
     assert largest_difference(together, gradients_of(model)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["method", "timm", "timm, reentrant", "transformers"])
 def test_recomputed_blocks_use_the_grid_of_their_forward_pass(kind: str) -> None:
     """Images of both sizes have 64 patch tokens, so that the number of tokens does not determine the grid."""
@@ -316,6 +317,7 @@ def test_a_part_of_the_network_is_rejected_at_another_size() -> None:
         model.forward_features(batch((48, 32), 0)[0])
 
 
+@pytest.mark.slow
 def test_a_size_that_cannot_be_projected_is_rejected() -> None:
     model = applied("vit", LBPWHT(order=2, padding="reflect"))
     with pytest.raises(UserError, match=r"a layer with a grid of 2×8 tokens cannot be projected: .* Use larger images"):
@@ -401,6 +403,7 @@ def test_arguments_of_the_call_determine_which_sizes_are_accepted(
         model(images[..., :40, :40])
 
 
+@pytest.mark.slow
 def test_a_network_of_transformers_is_counted_at_another_size() -> None:
     session = MethodSession(_vit_of_transformers(), LowBit(), image_size=(48, 64)).apply()
     larger, own = session.cost(2, (48, 64)), session.cost(2, (32, 32))

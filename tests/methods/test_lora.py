@@ -116,6 +116,7 @@ NAMED = {
 SMALLER = {"vit_tiny_patch16_224": {"img_size": 32, "patch_size": 4}, "swinv2_tiny_window8_256": {"img_size": 128}}
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one
 @pytest.mark.parametrize("targets", ["attention", "all"])
 @pytest.mark.parametrize("architecture", NAMED)
@@ -143,6 +144,7 @@ def test_the_named_layers_are_adapted_and_reached(architecture: str, targets: Ta
         assert layer.base_layer.weight.grad is None
 
 
+@pytest.mark.slow
 def test_layers_no_wider_than_the_rank_are_left_and_train_as_other_convolutions() -> None:
     model = timm.create_model("efficientformerv2_s0", num_classes=3)
     lora = LoRA(targets="all")
@@ -308,6 +310,7 @@ def test_peft_is_imported_only_when_it_is_needed() -> None:
 
 
 # ------------------------------------------------------------------------------------ with low-rank backward
+@pytest.mark.slow
 def test_low_rank_backward_serves_the_base_layers_and_leaves_a_and_b_exact() -> None:
     """At full rank, the stack equals LoRA alone. At low rank, only the gradients below a base layer differ."""
 

@@ -103,6 +103,7 @@ def test_convolutions_of_any_kernel_are_adapted_and_others_named() -> None:
     assert {why.reason for why in method.applied.skipped.values()} >= {Reason.GROUPED_CONVOLUTION, Reason.HEAD}
 
 
+@pytest.mark.slow
 def test_convolutions_that_an_adapter_would_not_follow_are_left() -> None:
     """Convolutions with TensorFlow's padding or dilation get no adapter, because peft's adapters support neither."""
     with torch.device("meta"):
@@ -118,6 +119,7 @@ def test_convolutions_that_an_adapter_would_not_follow_are_left() -> None:
             assert layer.dilation == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [LoRA, LoRAFA])
 def test_standardized_weights_are_refused(kind: Any) -> None:
     """Layers with standardized weights are rejected, because an adapter cannot be merged into the computed weight."""
@@ -252,6 +254,7 @@ def test_each_stack_keeps_less_than_either(other: Any) -> None:
     assert both < saved(other())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["vit", "efficientformer"])
 def test_low_rank_backward_serves_the_base_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """At full rank, all gradients stay equal. At low rank, the gradients below a base layer differ."""
@@ -264,6 +267,7 @@ def test_low_rank_backward_serves_the_base_layers(name: str, monkeypatch: pytest
     assert largest_difference(expected, gradients(full, name)) < 1e-8
 
 
+@pytest.mark.slow
 def test_with_dropped_tokens_and_patches_it_learns() -> None:
     model, _ = applied("vit", EViT([1, 2]), PatchDropout())
     assert all(g is None or g.norm() > 0 for n, g in gradients(model, "vit").items() if "lora_B" in n)

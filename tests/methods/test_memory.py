@@ -162,6 +162,7 @@ def test_nothing_is_packed_below_the_lowest_trained_layer(method: Method) -> Non
     assert all(place.startswith("blocks.3/") for place in places)
 
 
+@pytest.mark.slow
 def test_tables_of_relative_positions_are_no_activations() -> None:
     """Layers that compute tables of relative positions stay exact, even with a batch size of 1."""
     model = model_of("swinv2")
@@ -256,6 +257,7 @@ def test_compilation_around_packed_parts_changes_nothing(method: Method) -> None
     assert largest_difference(expected, {n: p.grad for n, p in model.named_parameters()}) < 1e-5
 
 
+@pytest.mark.slow
 def test_one_way_of_keeping_activations_at_a_time() -> None:
     model = model_of("vit")
     first = BackRazor()
@@ -347,6 +349,7 @@ class _OwnNorm(nn.LayerNorm):
         return torch.addcmul(self.bias, (x - mean) / deviation, self.weight)
 
 
+@pytest.mark.slow
 def test_operations_that_stay_dense_are_named_with_their_bytes() -> None:
     model = timm.create_model("vit_tiny_patch16_224", depth=2, num_classes=5)
     assert LowBit().apply(copy.deepcopy(model)).notes == ()

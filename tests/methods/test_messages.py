@@ -57,6 +57,7 @@ def _googlenet() -> nn.Module:
     return torchvision.models.googlenet(weights=None, init_weights=False, num_classes=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("create", "heads"),
     [(TwoHeads, ["fc", "classifier"]), (_inception, ["AuxLogits", "fc"]), (_googlenet, ["aux1", "aux2", "fc"])],
@@ -202,6 +203,7 @@ MAPS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS)
 def test_tokens_are_not_dropped_in_networks_with_dense_outputs(name: str) -> None:
     model = MAPS[name]()
@@ -213,6 +215,7 @@ def test_tokens_are_not_dropped_in_networks_with_dense_outputs(name: str) -> Non
     assert Checkpointing().apply(model).touched
 
 
+@pytest.mark.slow
 def test_attention_maps_are_not_dense_outputs() -> None:
     about = transformers.ViTConfig(**SIZES, output_attentions=True, output_hidden_states=True)
     about._attn_implementation = "eager"
@@ -235,6 +238,7 @@ def test_the_layers_of_an_mlp_are_not_blocks() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ image size
+@pytest.mark.slow
 def test_an_assumed_image_size_is_reported() -> None:
     network = torchvision.models.resnet50(num_classes=3)
     note = "images of 224×224 pixels are assumed (to change this size, pass image_size)"

@@ -285,6 +285,7 @@ def test_a_balance_loss_does_not_stand_in_the_way_of_copies_and_evaluation() -> 
     assert copied.total_loss(loss) > 0
 
 
+@pytest.mark.slow
 def test_what_is_counted_includes_the_balance_loss() -> None:
     without, balanced = (
         executed(_vit(), 2, (32, 32), methods=[MoE(16, 4, [0], aux_loss_coef=balance)]) for balance in (0.0, 0.1)

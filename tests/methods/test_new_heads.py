@@ -160,6 +160,7 @@ FREEZING: list[Callable[[], Method]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one
 @pytest.mark.parametrize("make", FREEZING, ids=lambda make: make().name)
 @pytest.mark.parametrize("name", NETWORKS)

@@ -124,6 +124,7 @@ def test_a_loop_that_never_ends_a_step_is_warned(make: Any, micro_batches: int) 
     assert "step_end() was not called after the optimizer's step" in text
 
 
+@pytest.mark.slow
 def test_methods_without_steps_are_not_warned_about() -> None:
     model = model_of("vit")
     apply_methods(model, [Blocks([-1]), BackRazor(), LBPWHT()])

@@ -97,6 +97,7 @@ def assert_same(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["saved"] == other["saved"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("name", METHODS_AND_SETTINGS)
 def test_chains_give_the_results_of_the_mode(

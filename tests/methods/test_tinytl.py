@@ -160,6 +160,7 @@ def test_a_run_s_result_is_loaded_with_its_modules(tmp_path: Path):
     assert not any(p.requires_grad for p in trained.model.parameters())
 
 
+@pytest.mark.slow
 def test_other_methods_leave_the_modules_alone():
     model = mobile()
     apply_methods(model, [TinyTL(), LBPWHT(order=2)])

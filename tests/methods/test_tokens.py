@@ -416,6 +416,7 @@ def test_bsr_trains_in_a_part_of_the_operations(name: str, flops: float, full: f
     assert bsr.forward_flops + bsr.backward_flops <= flops
 
 
+@pytest.mark.slow
 def test_bsr_is_its_selection_and_its_dropping_in_one() -> None:
     one, two = model_of("vit"), model_of("vit")
     BSR([1, 3], [1, 2], 0.5, True).apply(one)

@@ -81,6 +81,7 @@ def test_the_view_finds_the_tokens(name: str) -> None:
     assert looked.image_size == (32, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [BackRazor, Checkpointing, Compact, LBPDCT, LowBit, Mesa, ToMe])
 def test_a_network_of_transformers_saves_as_many_bytes_as_the_network_of_timm(method: Callable[[], Method]) -> None:
     sizes = {**SIZES, "hidden_size": 192, "num_attention_heads": 3, "intermediate_size": 768, "image_size": 224}
@@ -123,6 +124,7 @@ def test_a_network_trains_and_recomputes(name: str, method: Callable[[], Method]
         torch.testing.assert_close(found[1][parameter], grad, rtol=1e-10, atol=1e-12, msg=parameter)
 
 
+@pytest.mark.slow
 def test_no_fake_tensor_stays_in_a_cache_of_transformers() -> None:
     """The forward pass on fake tensors comes first, as in every program."""
     program = (
@@ -159,6 +161,7 @@ def test_gradient_checkpointing_of_transformers_is_rejected() -> None:
         output(model.eval())
 
 
+@pytest.mark.slow
 def test_a_compiled_network_keeps_the_embeddings_of_its_tokens() -> None:
     model = network("DINOv3").eval()
     EViT([1], keep_rate=0.5).apply(model)

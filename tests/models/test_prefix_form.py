@@ -78,6 +78,7 @@ def test_only_what_a_batch_norm_takes_directly_and_once_is_folded() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize(
     ("name", "size", "at_least"),
@@ -174,6 +175,7 @@ def test_an_in_place_addition_ends_a_chain() -> None:
     assert sum(chain.activation is not None for chain in folds._chains) == 7
 
 
+@pytest.mark.slow
 def test_layers_with_a_low_rank_backward_pass_are_folded() -> None:
     """In the prefix, only their forward pass runs, which is the one of the layers that they replace."""
     model = network("efficientformer_l1", [LastStage(), LBPWHT(bases="l1", order=4)], 224)

@@ -207,6 +207,7 @@ def test_timm_s_average_is_used_and_named(tmp_path: Path, weights: State) -> Non
     assert_equal(load(tmp_path / "w.pth", held, weights_key="state_dict").state_dict(), weights)
 
 
+@pytest.mark.slow
 def test_files_without_names_cycles_and_names_that_are_there_twice(tmp_path: Path, weights: State) -> None:
     load_fails(r"none of its 2 names occurs in .*\. The file contains 0, 1", tmp_path, [torch.ones(2), torch.ones(3)])
     cycle: dict[str, Any] = {"net": weights}
@@ -267,6 +268,7 @@ def test_another_network_is_explained_in_words(
     load_fails(said, tmp_path, {"net": prefixed(state(other, **kwargs), "module.")}, 10, ModelConfig, name=name)
 
 
+@pytest.mark.slow
 def test_left_out_tensors_never_hide_a_mismatch(tmp_path: Path, weights: State) -> None:
     weights = {name: value for name, value in weights.items() if name != "blocks.1.norm1.weight"}
     held = {"state_dict": {**prefixed(weights, "m."), "loss.weight": torch.ones(2)}}
@@ -299,6 +301,7 @@ def test_other_forms_of_the_weights_are_named(tmp_path: Path) -> None:
     load_fails("FSDP", tmp_path, {"_fsdp_wrapped_module._flat_param": torch.zeros(9)})
 
 
+@pytest.mark.slow
 def test_a_backbone_of_numbered_parts_is_not_confused_with_one_of_them(tmp_path: Path) -> None:
     parts = {"conv1": 0, "bn1": 1, "layer1": 4, "layer2": 5, "layer3": 6, "layer4": 7}
     held = {f"backbone.{parts[one]}.{rest}": value for name, value in state("resnet18").items()

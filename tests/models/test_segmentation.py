@@ -79,6 +79,7 @@ def test_segformer_as_methods_see_it(segformer: nn.Module) -> None:
     assert without["decode_head.classifier"] == "the head"
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", ["unet", "deeplabv3", "deeplabv3plus", "fpn"])
 def test_networks_of_an_encoder_and_a_decoder_as_methods_see_them(name: str) -> None:

@@ -83,6 +83,7 @@ TOWERS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module], list[s
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("library", TOWERS)
 def test_the_message_names_the_blocks_of_all_towers(library: str) -> None:
     first, second, blocks = TOWERS[library]
@@ -155,6 +156,7 @@ def test_the_last_stage_of_each_tower_is_trained() -> None:
         assert trained(model) == blocks | {name for name in norms if name.startswith(tower)} | head
 
 
+@pytest.mark.slow
 def test_blocks_are_sampled_in_both_towers() -> None:
     model = Two()
     report = LISA(1, train_embeddings=False).apply(model, blocks=["a.blocks.*", "b.blocks.*"])

@@ -125,6 +125,7 @@ def test_blocks_of_several_containers_are_stages() -> None:
     assert view(model).last_stage() == view(torchvision.models.resnet18()).last_stage()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "blocks"), [("swin_tiny_patch4_window7_224", "layers.{}.blocks.*"), ("pvt_v2_b0", "stages.{}.blocks.*")]
 )

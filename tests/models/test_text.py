@@ -78,6 +78,7 @@ def test_weights_of_a_folder_are_those_of_transformers(folder: Path) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_file_of_weights_replaces_those_of_the_name(folder: Path, tmp_path: Path) -> None:
     other = factory.create_model(from_folder(folder), 2)
     nn.init.normal_(other.get_submodule("classifier").weight)  # type: ignore[arg-type]

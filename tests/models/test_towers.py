@@ -116,6 +116,7 @@ def gradients(model: nn.Module, size: int) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", EXACT, ids=lambda make: make().name)
 @pytest.mark.parametrize("name", NETWORKS)
 def test_exact_methods_change_no_gradient(name: str, make: Callable[[], Method]) -> None:
@@ -153,6 +154,7 @@ def test_a_tower_without_a_classifier_is_fine_tuned_and_reported() -> None:
     assert view(Classifier(_resnet())).head == ("fc",)
 
 
+@pytest.mark.slow
 def test_patches_are_dropped_in_the_tower_but_no_method_reads_its_attention() -> None:
     plain = network("open_clip ViT")
     model = copy.deepcopy(plain)

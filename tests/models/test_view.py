@@ -161,6 +161,7 @@ def test_a_network_of_timm_knows_the_size_with_which_it_was_created(name, option
     assert view(timm.create_model(name, **options)).image_size == (64, 64)
 
 
+@pytest.mark.slow
 def test_a_size_from_the_pretrained_configuration_may_be_wrong():
     with torch.device("meta"):
         model = timm.create_model("levit_128s", img_size=96)

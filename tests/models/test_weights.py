@@ -112,6 +112,7 @@ def test_original_jax_weights_of_the_vit_family(tmp_path):
     assert_refused(r"fits model\.name=vit_tiny", tmp_path / "other.npz")
 
 
+@pytest.mark.slow
 def test_a_file_of_another_model_is_refused_with_names(tmp_path):
     weights = pretend_pretrained().state_dict()
     del weights["blocks.1.norm1.weight"]
@@ -124,6 +125,7 @@ def test_a_file_of_another_model_is_refused_with_names(tmp_path):
     assert_refused(said, tmp_path / "resnet.safetensors")
 
 
+@pytest.mark.slow
 def test_a_backbone_of_another_width_is_refused(tmp_path):
     torch.save(pretend_pretrained().state_dict(), tmp_path / "w.pth")
     wider = small(weights=str(tmp_path / "w.pth"), kwargs={**SMALL, "embed_dim": 32})

@@ -71,6 +71,7 @@ def test_a_row_of_every_kind_composes(table: Any) -> None:
         assert config.method, row.name
 
 
+@pytest.mark.slow
 def test_settings_are_those_of_the_row() -> None:
     def config(table: str, row: str, column: str) -> Any:
         cell = chosen_rows(published_table(table), [row])[0].cells[column]

@@ -200,6 +200,7 @@ def test_bsr_s_activations_of_one_image(name: str, mib: float, gmacs: float) -> 
     assert float(row.costs["activation_memory_mb"]) == mib
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "gmacs"), [("vit_b_moe.moe_baseline", 1799.6), ("vit_b_moe.moe_ours", 1235.7)])
 def test_bsr_s_experts_are_left_out_of_their_operations(name: str, gmacs: float) -> None:
     """The counts without gates agree within 0.15 %. With four experts per token, the baseline would need 3319 GMACs."""

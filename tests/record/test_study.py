@@ -278,6 +278,7 @@ def test_two_processes_on_one_study_keep_each_other_s_records(folder: Path) -> N
     assert [run["row"] for run in Records(folder).runs] == ["full", "head"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_is_refused_before_anything_is_trained(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +302,7 @@ def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: 
             command.main([str(folder), given])
 
 
+@pytest.mark.slow
 def test_runs_that_train_nothing_or_are_the_same_have_no_place_in_a_study(folder: Path) -> None:
     (folder / "study.yaml").write_text(STUDY.replace("cost.baseline=none", "cost_only=true"))
     with pytest.raises(

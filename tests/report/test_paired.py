@@ -17,6 +17,7 @@ def runs(*correct: Any, seeds: tuple[int, ...] = (1, 2, 3)) -> list[dict[str, An
     return [{"seed": seed, "correct": correct_samples([bool(c) for c in one])} for seed, one in pairs]
 
 
+@pytest.mark.slow
 def test_the_interval_of_one_seed_is_that_of_the_normal_distribution() -> None:
     generator = np.random.default_rng(1)
     base, ours = generator.random(600) < 0.8, generator.random(600) < 0.75

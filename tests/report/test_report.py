@@ -141,6 +141,7 @@ def test_the_numbers_of_the_table_are_those_of_the_record(recorded):
         assert float(cells["tokens after it"]) == pytest.approx(mean, abs=0.051)
 
 
+@pytest.mark.slow
 def test_kept_tokens_are_where_the_network_keeps_them(recorded):
     """BSR shows the tokens kept in evaluation, and ALaST the tokens kept by the checkpoint's budgets."""
     from efficient_ft.training.output import checkpoint

@@ -72,6 +72,7 @@ def report(folder: Path, out: Path) -> tuple[str, list[str]]:
     return (out / PAGE).read_text(encoding="utf-8"), notes
 
 
+@pytest.mark.slow
 def test_the_page_of_a_classifier(classified: Path, tmp_path: Path) -> None:
     text, notes = report(classified, tmp_path / "out")
     assert not notes
@@ -184,6 +185,7 @@ def test_runs_of_earlier_versions_have_a_page(classified: Path, tmp_path: Path) 
     assert "No interval is computed for the accuracy." in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_several_labels(root: Path, tmp_path: Path) -> None:
     """The results of each label are those of the stored probabilities."""
@@ -225,6 +227,7 @@ def test_several_labels(root: Path, tmp_path: Path) -> None:
         extreme_samples(data, trained.input, "test", moved)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_numbers(root: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"

@@ -155,6 +155,7 @@ def test_a_batch_is_not_split_if_batch_statistics_depend_on_it() -> None:
     assert planner.examined == [(("full",), 1), (("full", "mesa"), 1)]
 
 
+@pytest.mark.slow
 def test_recipes_that_fit_are_proposed_with_different_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     decoded: list[float] = []
     monkeypatch.setattr(ImageData, "decode", lambda data, seconds: decoded.append(seconds))
@@ -169,6 +170,7 @@ def test_recipes_that_fit_are_proposed_with_different_rates(monkeypatch: pytest.
         configured(arm.arguments)
 
 
+@pytest.mark.slow
 def test_the_data_and_the_weights_are_shown(tmp_path: Path) -> None:
     weights = tmp_path / "weights.safetensors"
     save_file(random_model(configured(RUNS).model, 10).state_dict(), weights)
@@ -179,6 +181,7 @@ def test_the_data_and_the_weights_are_shown(tmp_path: Path) -> None:
     assert re.search(rf"Weights: (\d+) of \1 tensors from {re.escape(str(weights))}\.", text)
 
 
+@pytest.mark.slow
 def test_a_budget_below_all_recipes_has_no_arms_and_names_the_smallest() -> None:
     # The recipe is not asserted: earlier tests may have made this process larger than every recipe.
     found = propose(RUNS, configured, 750 * 2**20, 3, 30.0)
@@ -187,6 +190,7 @@ def test_a_budget_below_all_recipes_has_no_arms_and_names_the_smallest() -> None
     assert found.smallest_bytes > 750 * 2**20
 
 
+@pytest.mark.slow
 def test_further_arms_have_other_rates_if_the_number_of_recipes_is_limited() -> None:
     found = propose(RUNS, configured, 10**11, 4, 60.0, most_recipes=2)
     first, second = found.arms[:2]

@@ -63,6 +63,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / export.NAME)
 
 
+@pytest.mark.slow
 def test_weights_of_one_give_the_same_bits(tmp_path: Path, tail: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(check(plain(tail)), tmp_path / "plain")
     run(check(plain(tail, optim__class_weights=[1.0] * len(SIZES))), tmp_path / "ones")
@@ -74,6 +75,7 @@ def test_weights_of_one_give_the_same_bits(tmp_path: Path, tail: Path, capsys: p
     assert any(not torch.equal(first[key], second[key]) for key in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"data__sampler": "balanced"}, {"optim__class_weights": "auto"}])
 def test_a_resumed_run_has_the_same_bits(
     tmp_path: Path, tail: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
@@ -96,6 +98,7 @@ def test_a_resumed_run_has_the_same_bits(
     assert_same_run(tmp_path / "broken", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_stored_features_give_the_same_losses(tmp_path: Path, tail: Path) -> None:
     """The draws of an image use the views in turn, so the features of a view are the same with and without a store."""
     changes = {
@@ -147,6 +150,7 @@ def test_results_contain_the_metrics_of_the_classes(
     assert "worst classes, val" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_task_has_its_own_weights_and_results(tmp_path: Path, folders: Path) -> None:
     changes: dict[str, Any] = {"optim__class_weights": "auto", "tasks": {"planes": {"sampler": "sqrt"}}}
     simple = {"method": {"full": {}}, "trainer__epochs": 1}
@@ -164,6 +168,7 @@ def test_texts_support_both_settings(tmp_path: Path) -> None:
     assert "balanced_accuracy" in results["data"]["scores"]["val"]
 
 
+@pytest.mark.slow
 def test_masks_support_weights_per_class(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     images = write_folder(tmp_path / "shapes", {"train": 12, "val": 6})
     one: dict[str, Any] = {"trainer__epochs": 1, "optim__class_weights": {"disk": 4.0}}

@@ -48,6 +48,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return machine
 
 
+@pytest.mark.slow
 def test_a_run_selects_records_and_prints_its_batch_size(
     memory: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_a_run_selects_records_and_prints_its_batch_size(
     assert fingerprint(stored) == fingerprint(config) != fingerprint(check(plain_config(data__batch_size=64)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_batch_size_and_equals_a_run_with_this_size(
     memory: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -78,6 +80,7 @@ def test_a_resumed_run_keeps_its_batch_size_and_equals_a_run_with_this_size(
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_no_batch_size_fits(memory: dict[str, int], tmp_path: Path) -> None:
     memory["each"] = 200 * GB
     with pytest.raises(UserError) as error:
@@ -90,6 +93,7 @@ def test_no_batch_size_fits(memory: dict[str, int], tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["segmentation", "text"])
 def test_other_kinds_select_a_batch_size(kind: str, memory: dict[str, int], tmp_path: Path) -> None:
     if kind == "text":

@@ -45,6 +45,7 @@ def test_a_budget_needs_a_unit(wrong: str) -> None:
         of_run(memory=wrong)
 
 
+@pytest.mark.slow
 def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"memory=200MB \(191 MiB\): the run would take about .* No recipe for this model fits"
@@ -53,6 +54,7 @@ def test_a_run_above_its_budget_is_rejected_before_anything_is_written(tmp_path:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bf16", [300, 900])
 def test_a_run_that_fits_only_in_bf16_uses_bf16(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], bf16: int
@@ -97,6 +99,7 @@ def _rejected(folder: Path, *settings: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = _predicting(monkeypatch, lambda config: {"training": 250 * 10**9 * config.data.batch_size})
     text = _rejected(tmp_path, "data.batch_size=32")
@@ -105,6 +108,7 @@ def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.Monkey
     assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, run" in text
 
 
+@pytest.mark.slow
 def test_the_rejection_names_the_evaluation_batch_that_would_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -236,6 +240,7 @@ def test_marks_before_a_measurement_count_in_the_peak() -> None:
     assert lifetime_peak_bytes() >= peak - 2**22  # the kernel's counter is inexact by a few pages
 
 
+@pytest.mark.slow
 def test_a_run_is_stopped_when_it_passes_its_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _predicting(monkeypatch, lambda config: {"training": 0})
     with pytest.raises(
@@ -352,6 +357,7 @@ def test_the_limits_of_the_process_count(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_evaluation_in_bf16_counts_the_last_layer_in_fp32(tmp_path: Path) -> None:
     """A U-Net with a wide last layer. Evaluation converts the input of this layer, its largest tensor, to fp32."""
     images = write_folder(tmp_path / "shapes", {"train": 12, "val": 4, "test": 4})

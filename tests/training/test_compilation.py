@@ -39,6 +39,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Backend:
     return backend
 
 
+@pytest.mark.slow
 def test_a_compiled_run_has_the_same_results(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_compiled_run_has_the_same_results(
     assert set(backend.batches) == {128}  # the last batch of an epoch is smaller
 
 
+@pytest.mark.slow
 def test_a_resumed_compiled_run_equals_an_uninterrupted_one(backend: Backend, tmp_path: Path) -> None:
     config = check(plain_config(trainer__compile=True))
     run(config, tmp_path / "whole")
@@ -65,6 +67,7 @@ def test_a_resumed_compiled_run_equals_an_uninterrupted_one(backend: Backend, tm
     assert backend.batches
 
 
+@pytest.mark.slow
 def test_a_run_resumed_before_a_smaller_batch_compiles_the_same_batches(backend: Backend, tmp_path: Path) -> None:
     config = check(plain_config(trainer__compile=True))
     steps = run(config, tmp_path / "whole")["totals"]["steps"]
@@ -75,6 +78,7 @@ def test_a_run_resumed_before_a_smaller_batch_compiles_the_same_batches(backend:
     assert_same_run(tmp_path / "resumed", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_run_without_compilable_blocks_prints_the_reason(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,6 +92,7 @@ def test_a_run_without_compilable_blocks_prints_the_reason(
     )
 
 
+@pytest.mark.slow
 def test_a_run_whose_batches_are_all_counted_is_not_compiled(
     backend: Backend, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -29,6 +29,7 @@ def test_costs_that_were_not_probed_have_no_column(finished):
     assert not any("step time" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_the_text_at_the_end_says_what_is_unusual(finished, tmp_path):
     results = copy.deepcopy(finished[2])
     shown = results_text(results, tmp_path)

@@ -8,6 +8,7 @@ from efficient_ft.core.errors import SettingError
 from efficient_ft.training.run import run
 
 
+@pytest.mark.slow
 def test_cost_only_needs_no_data_and_no_weights_and_leaves_nothing(tmp_path, configuration, capsys):
     config = configuration(
         cost_only=True,

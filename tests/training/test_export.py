@@ -116,6 +116,7 @@ def test_tensors_of_one_storage_are_written_apart(tmp_path):
     assert all(torch.equal(written[name], weights[name]) for name in weights)
 
 
+@pytest.mark.slow
 def test_how_images_are_read_is_kept(tmp_path: Path, configuration, without_cost) -> None:
     """`predict` scales 12-bit images with the value range of the training."""
     values = np.linspace(0, 4095, 20 * 24).reshape(20, 24).astype(np.uint16)

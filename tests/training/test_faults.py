@@ -76,6 +76,7 @@ def _replace(folder: Path) -> None:
     folder.write_text("a file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("happens", [_remove, _move, _replace])
 def test_a_folder_that_is_gone_is_said_and_not_made_again(
     happens: Callable[[Path], None], tmp_path: Path, configuration: Any, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def test_a_finished_run_is_shown_not_trained(finished, capsys):
     assert format_percent(results["accuracy"]["best"]) in shown
 
 
+@pytest.mark.slow
 def test_resume_never_keeps_the_old_run_under_another_name(tmp_path, configuration, finished, capsys, without_cost):
     place = tmp_path / "run"
     shutil.copytree(finished[0], place)
@@ -217,6 +218,7 @@ def test_a_copied_data_set_is_the_same(tmp_path, configuration, without_cost, ca
     assert "Continuing the run" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_replaced_weights_are_refused(tmp_path, configuration, without_cost):
     config = configuration(trainer__max_steps=1)
     network = factory.create_model(config.model, 10)

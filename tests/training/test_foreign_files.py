@@ -48,6 +48,7 @@ def given(finished: Any, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished[0], tmp_path / "given"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "write"),  # ``efficient-ft selftest 7`` tests all combinations
     list(zip(_RUN_FILES, FORMS * 2, strict=True)),
@@ -77,6 +78,7 @@ def test_no_file_of_a_run_folder_is_unpickled(
     capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_links_in_a_run_folder_are_not_written_through(
     given: Path, finished: Any, tmp_path: Path, without_cost: None
 ) -> None:

@@ -93,6 +93,7 @@ def _call(folder: Path, program: str, *arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_kind_of_another_package_trains_evaluates_and_predicts(tmp_path: Path) -> None:
     _install(tmp_path / "site")
     _write_images(tmp_path / "images")
@@ -193,6 +194,7 @@ class _CalledError(Exception):
     """Raised when the kind builds a network."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "count",
     [

@@ -60,6 +60,7 @@ def predicted(folder: Path, image: Path, capsys: pytest.CaptureFixture[str], for
     return json.loads(out) if form == "--json" else list(csv.DictReader(out.splitlines()))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_several_labels(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = config_of(root, "multilabel", "tags"), tmp_path / "run"
@@ -102,6 +103,7 @@ def test_thresholds_on_few_images_have_one_warning(root: Path) -> None:
     assert warnings(data__val_fraction=0.5) == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_numbers(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = config_of(root, "regression", ["price", "loss"], optim__lr=3e-3), tmp_path / "run"
@@ -126,6 +128,7 @@ def test_numbers(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads(trained.notes["target_std"])[0] == pytest.approx(14.4, abs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 @pytest.mark.parametrize(("task", "label"), [("multilabel", "tags"), ("regression", "price")])
 def test_a_resumed_run_is_the_same(root: Path, tmp_path: Path, task: str, label: str) -> None:
@@ -136,6 +139,7 @@ def test_a_resumed_run_is_the_same(root: Path, tmp_path: Path, task: str, label:
     assert_same_run(tmp_path / "whole", tmp_path / "resumed")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 @pytest.mark.parametrize(("task", "label"), [("multilabel", "tags"), ("regression", ["price", "loss"])])
 def test_stored_features_give_the_same_run(root: Path, tmp_path: Path, task: str, label: Any) -> None:
@@ -158,6 +162,7 @@ def test_stored_features_give_the_same_run(root: Path, tmp_path: Path, task: str
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "label"), [("multilabel", "tags"), ("regression", ["price", "loss"])])
 def test_costs_are_counted_without_training(root: Path, task: str, label: Any) -> None:
     found = costs.cost_only(config_of(root, task, label))

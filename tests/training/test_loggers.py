@@ -46,6 +46,7 @@ def test_wandb_offline_continues_the_same_run(tmp_path, configuration, monkeypat
     assert [re.sub(r"^offline-run-\d+_\d+-", "", name).removesuffix("-1") for name in started] == [run_id] * 2
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_the_metrics(tmp_path, configuration, without_cost):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run(configuration(logger={"name": "tensorboard"}, trainer__max_steps=2), tmp_path)
@@ -56,6 +57,7 @@ def test_tensorboard_gets_the_metrics(tmp_path, configuration, without_cost):
     assert "hp_metric" not in events.Tags()["scalars"]
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_curves_classes_samples_and_the_results(tmp_path, configuration, without_cost):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     results = run(configuration(logger={"name": "tensorboard"}), tmp_path)
@@ -134,6 +136,7 @@ def test_a_missing_key_of_wandb_is_said_at_once(tmp_path, configuration):
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "run", "id")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_key")
 def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuration, monkeypatch):
     """wandb keeps the mode of its first use in a process, but each job of a sweep uses its own mode."""
@@ -149,6 +152,7 @@ def test_an_offline_run_after_an_online_one_stays_offline(tmp_path, configuratio
         loggers.start_loggers(configuration(logger={"name": "wandb"}), tmp_path / "online", "c")
 
 
+@pytest.mark.slow
 def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(tmp_path, configuration, without_cost, capfd):
     pytest.importorskip("wandb")
     logger = {"name": "wandb", "mode": "offline", "entity": "us", "tags": ["a", "b"], "job_type": "study"}
@@ -183,6 +187,7 @@ def test_a_run_on_wandb_has_a_readable_name_and_what_runs_are_compared_by(tmp_pa
     assert (printed.out + printed.err).count("wandb:") == 1, "and no more of its own"
 
 
+@pytest.mark.slow
 def test_the_sweep_of_the_examples_composes():
     """Each combination of the sweep's values is a valid command line."""
     held = yaml.safe_load((REPOSITORY / "examples" / "wandb_sweep.yaml").read_text())

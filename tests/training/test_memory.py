@@ -79,6 +79,7 @@ def test_a_resumed_run_keeps_what_was_measured(tmp_path: Path, configuration: An
         assert (memory["first_step"], memory["steps"]) == (first, STEPS)
 
 
+@pytest.mark.slow
 def test_a_step_of_several_micro_batches_is_one_step(tmp_path: Path, configuration: Any, without_cost: None):
     config = configuration(trainer__grad_accum_steps=3, trainer__epochs=1)
     results = run(config, tmp_path / "run")
@@ -88,6 +89,7 @@ def test_a_step_of_several_micro_batches_is_one_step(tmp_path: Path, configurati
     assert memory["counted_bytes"] == 6 + memory["optimizer_bytes"] + 4 * results["trainable_parameters"]
 
 
+@pytest.mark.slow
 def test_the_first_step_of_a_run_returns_freed_memory_to_the_system(
     tmp_path: Path, configuration: Any, without_cost: None, monkeypatch: pytest.MonkeyPatch
 ):

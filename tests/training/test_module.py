@@ -25,6 +25,7 @@ from tests.training.runs import uneven_batches
 pytestmark = pytest.mark.usefixtures("without_cost")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frozen", [True, False])
 def test_frozen_batch_norm_keeps_its_statistics_and_trains_its_weights(tmp_path, configuration, frozen):
     """The statistics stay frozen after an evaluation, which switches the model to evaluation mode and back."""
@@ -55,6 +56,7 @@ def test_frozen_weights_never_get_a_gradient_nor_change(tmp_path, configuration)
     assert len(trained["optimizer_states"][0]["state"]) == 2
 
 
+@pytest.mark.slow
 def test_accumulation_equals_one_large_batch(tmp_path, configuration):
     """Two accumulated batches of 64 give the same first step as one batch of 128."""
     quiet = {
@@ -186,6 +188,7 @@ def test_constant_predictions_are_reported_once_with_what_likely_caused_them(tmp
     assert "optim.lr=30 is too high. Try optim.lr=3" in unwrapped(shown)
 
 
+@pytest.mark.slow
 def test_a_loss_that_diverged_but_is_finite_is_reported_once(tmp_path, configuration, capsys):
     config = configuration(method={"head": {}}, optim__name="sgd", optim__lr=100.0, optim__warmup_steps=0)
     (warning,) = [text for text in run(config, tmp_path)["warnings"] if text.startswith("The training loss")]

@@ -37,6 +37,7 @@ def same(folder: Path, other: Path) -> None:
     assert metrics(folder) == metrics(other)
 
 
+@pytest.mark.slow
 def test_a_paused_run_continues_bit_for_bit(
     tmp_path: Path, finished: tuple[Path, Config, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_paused_run_continues_bit_for_bit(
     same(folder, finished[0])
 
 
+@pytest.mark.slow
 def test_a_run_is_paused_after_a_time(tmp_path: Path, finished: tuple[Path, Config, dict[str, Any]]) -> None:
     paused = [run(check(plain_config(pause_at="0.01s")), tmp_path / "run")["paused"] for _ in "ab"]
     assert [one["step"] for one in paused] == [1, 2]
@@ -63,10 +65,12 @@ def test_a_run_is_paused_after_a_time(tmp_path: Path, finished: tuple[Path, Conf
     same(tmp_path / "run", finished[0])
 
 
+@pytest.mark.slow
 def test_a_pause_after_the_last_step_ends_the_run(tmp_path: Path) -> None:
     assert "paused" not in run(check(plain_config(pause_at=22, trainer__epochs=1)), tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["full", "alast"])
 def test_the_length_of_a_run_with_a_constant_rate_can_be_set_later(tmp_path: Path, method: str) -> None:
     settings: dict[str, Any] = {} if method == "full" else {"num_layers": 1, "budget_lr": 1e-4}

@@ -208,6 +208,7 @@ def test_a_run_uses_bf16_if_it_does_not_fit_into_its_budget_in_fp32(monkeypatch,
     assert in_bf16(config, CPU, tmp_path) is None, "a run keeps its precision"
 
 
+@pytest.mark.slow
 def test_the_predicted_memory_depends_on_the_selected_precision():
     config = configured(["model=vit_digits", "data=digits", "trainer.precision=auto"])
     predict = Predictor(config, None, 0, CPU)
@@ -215,6 +216,7 @@ def test_the_predicted_memory_depends_on_the_selected_precision():
     assert low != high
 
 
+@pytest.mark.slow
 def test_with_a_memory_budget_the_timed_step_has_half_of_the_images(monkeypatch):
     sizes = []
     monkeypatch.setattr(precision, "_ratio", lambda run, rounds: 1.0)
@@ -251,6 +253,7 @@ def test_networks_with_depthwise_convolutions_are_timed(units, monkeypatch, name
     assert ("bf16 takes 1.50× the time of fp32 in a step of this network" in choice.reason) is timed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "small"), [("vit_digits", True), ("deit_tiny", False), ("resnet18", False), ("mobilenetv2", False)]
 )
@@ -353,6 +356,7 @@ def test_a_given_precision_is_used_and_printed(tmp_path, units, precisions, with
     assert not (tmp_path / precision.NAME).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [True, False])
 def test_a_resumed_run_keeps_its_precision_on_another_machine(
     tmp_path, units, precisions, without_cost, capsys, caplog, first
@@ -371,6 +375,7 @@ def test_a_resumed_run_keeps_its_precision_on_another_machine(
     assert ("PyTorch emulates them" in caplog.text) is first
 
 
+@pytest.mark.slow
 def test_a_new_run_in_the_same_folder_selects_its_precision_again(tmp_path, units, without_cost):
     units(True)
     run(auto(), tmp_path / "run")
@@ -389,6 +394,7 @@ def test_a_damaged_record_of_the_precision_is_rejected(tmp_path, units, content)
         run(auto(), tmp_path)
 
 
+@pytest.mark.slow
 def test_an_evaluation_uses_the_precision_of_the_run(tmp_path, units, precisions, without_cost, capsys):
     units(True)
     results = run(auto(), tmp_path)
@@ -406,6 +412,7 @@ def _changed(changes):
     return {"trainer": plain_config(trainer__max_steps=4, **{"trainer__precision": "auto", **changes})["trainer"]}
 
 
+@pytest.mark.slow
 def test_runs_with_different_precisions_are_not_averaged(tmp_path, units, without_cost):
     for name, seed, present in (("a", 1, True), ("b", 2, False), ("c", 3, True)):
         units(present)

@@ -182,6 +182,7 @@ def test_whole_networks_keep_their_classes(name: str, methods: list[Method], tmp
     assert load(out).class_names == NAMES
 
 
+@pytest.mark.slow
 def test_a_fixed_batch_size_predicts_smaller_and_larger_batches(tmp_path: Path) -> None:
     write_run(tmp_path / "run", RESNET, HeadOnly())
     out, lines = exported(tmp_path / "run", batch=3)
@@ -193,6 +194,7 @@ def test_a_fixed_batch_size_predicts_smaller_and_larger_batches(tmp_path: Path) 
 
 
 # ---------------------------------------------------------------------------------------------- the check
+@pytest.mark.slow
 def test_the_check_finds_another_class_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_run(tmp_path / "run", VIT, HeadOnly())
     from efficient_ft.training.publish.graph import ExportedNetwork
@@ -216,6 +218,7 @@ def test_the_check_compares_samples_and_reports_the_difference() -> None:
     assert "the predicted classes agree for all 5 images; the logits differ by at most 0.25" in found.sentence
 
 
+@pytest.mark.slow
 def test_the_images_of_the_run_are_compared(finished: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command.main([str(finished[0]), "--to", "onnx", "--out", str(tmp_path / "out"), "--samples", "40"])
     printed = unwrapped(capsys.readouterr().out)
@@ -231,6 +234,7 @@ def test_the_images_of_the_run_are_compared(finished: Any, tmp_path: Path, capsy
 
 
 # ---------------------------------------------------------------------------------------------- the folder
+@pytest.mark.slow
 def test_the_folder_is_loaded_by_timm(vit: tuple[Path, Path, Path]) -> None:
     run, out, files = vit
     assert {file.name for file in out.iterdir()} == {
@@ -284,6 +288,7 @@ def test_the_code_in_the_card_predicts(
         assert float(probability) == pytest.approx(one["probability"], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_network_with_a_method_is_not_declared_as_a_network_of_timm(tmp_path: Path) -> None:
     write_run(tmp_path / "run", VIT, ToMe(4), HeadOnly())
     out, _ = exported(tmp_path / "run", to="pt2")

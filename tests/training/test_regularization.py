@@ -86,6 +86,7 @@ PER_STEP = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("method", PER_STEP)
 def test_averages_continue_bit_for_bit_and_cover_the_trained_weights(
@@ -192,6 +193,7 @@ def test_the_decay_has_timm_s_warm_up() -> None:
         assert ema_decay(0.99, updates) == pytest.approx(timm.get_decay(updates + 1))
 
 
+@pytest.mark.slow
 def test_the_bytes_of_the_averages_are_counted(configuration: Make) -> None:
     device, method = torch.device("cpu"), {"last_stage": {}}
     plain, averaged = (configuration(trainer__ema=ema, method=method, cost__baseline="full") for ema in (None, 0.99))
@@ -231,6 +233,7 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FineTuner, "on_validation_epoch_end", planned)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_progress")
 def test_training_stops_after_epochs_without_improvement_and_stays_stopped(
     tmp_path: Path, configuration: Make, capsys: pytest.CaptureFixture[str]

@@ -50,6 +50,7 @@ def weights(folder: Path) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.slow
 def test_with_a_view_for_every_epoch_in_fp32_a_run_is_the_one_without_bit_for_bit(
     tmp_path: Path, small: Callable[..., Config]
 ) -> None:
@@ -64,6 +65,7 @@ def test_interrupted_it_continues_with_the_features_that_are_there(
     assert_interruptions_change_nothing(tmp_path, small, (2, 5), trainer__epochs=3, trainer__views=1)
 
 
+@pytest.mark.slow
 def test_evaluated_images_of_another_size_are_computed(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -83,6 +85,7 @@ def test_evaluated_images_of_another_size_are_computed(
     )
 
 
+@pytest.mark.slow
 def test_live_batch_norm_in_the_frozen_part_is_named(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +95,7 @@ def test_live_batch_norm_in_the_frozen_part_is_named(
     assert "(model.frozen_bn=frozen_part)" in printed
 
 
+@pytest.mark.slow
 def test_only_the_statistics_of_the_frozen_part_are_frozen(tmp_path: Path, small: Callable[..., Config]) -> None:
     run(small(trainer__cache_features="off"), tmp_path / "run")
     moved = {

@@ -101,6 +101,7 @@ def test_the_best_weights_are_evaluated_as_in_the_training(trained: tuple[Path, 
     assert found["scores"]["test"]["iou"].keys() == {"background", "square", "disk"}
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_shown_and_not_repeated(
     trained: tuple[Path, Config, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -106,6 +106,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[tuple[nn.Module, Te
     return batches
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "exhaustive")
 @pytest.mark.parametrize("name", METHODS)
 def test_the_record_is_what_one_finds_by_hand(name, tmp_path, configuration, taken):
@@ -196,6 +197,7 @@ def test_a_recorded_run_is_the_same_run_and_continues(name, tmp_path, configurat
 
 
 # ---------------------------------------------------------------------------------------------- other models and tasks
+@pytest.mark.slow
 def test_a_network_without_tokens_and_a_logger(tmp_path, configuration):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     config = configuration(
@@ -233,6 +235,7 @@ def test_a_model_without_blocks_is_not_recorded_with_a_warning(tmp_path, caplog)
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_with_several_tasks_the_row_names_the_step_s(tmp_path, folders):
     run(
         test_tasks.config_of(folders, trainer__max_steps=3, step_stats__interval=1, trainer__limit_eval_batches=1),

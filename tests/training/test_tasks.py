@@ -51,6 +51,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, folders: Path) -> tuple[P
 
 
 # ---------------------------------------------------------------------------------------------- behavior of a run
+@pytest.mark.slow
 def test_every_step_is_of_the_next_task_and_moves_nothing_of_the_others(tmp_path: Path, folders: Path) -> None:
     seen: list[tuple[int, str, set[str]]] = []
 
@@ -136,6 +137,7 @@ def test_a_run_of_one_data_set_does_not_mention_tasks(finished: tuple[Path, Conf
     assert "tasks" not in finished[2]["config"]
 
 
+@pytest.mark.slow
 def test_evaluate_gives_the_accuracy_of_each_task(
     straight: tuple[Path, dict[str, Any]], folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -152,6 +154,7 @@ def test_evaluate_gives_the_accuracy_of_each_task(
     assert "mean, val" in shown
 
 
+@pytest.mark.slow
 def test_cost_only_is_of_a_step_of_the_first_task(
     tmp_path: Path, folders: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,6 +169,7 @@ class _Doubled(Full):
         return 2 * loss
 
 
+@pytest.mark.slow
 def test_a_method_s_own_loss_is_minimized_and_recorded(tmp_path: Path, folders: Path) -> None:
     """A method that doubles the loss doubles the recorded loss."""
     losses = []
@@ -225,6 +229,7 @@ def test_a_setting_of_one_task_is_named_as_such(tmp_path: Path, folders: Path) -
         run(config_of(folders, tasks=on_test), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_evaluate_refuses_other_classes(tmp_path: Path, folders: Path, straight: tuple[Path, dict[str, Any]]) -> None:
     swapped = {"colours": {"root": str(folders / "planes")}}
     with pytest.raises(UserError, match=r"the classes in .*planes.* differ from the classes of the run"):

@@ -101,6 +101,7 @@ def test_an_interrupted_run_with_a_view_for_every_epoch_is_the_one_without(
     assert_same_training(tmp_path / "plain", tmp_path / "stored")
 
 
+@pytest.mark.slow
 def test_one_view_is_enough_because_texts_are_not_augmented(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -154,6 +155,7 @@ def test_dropout_ends_the_prefix_and_the_setting_is_named(
     )
 
 
+@pytest.mark.slow
 def test_what_cannot_be_stored_is_refused(tmp_path: Path, small: Callable[..., Config]) -> None:
     with pytest.raises(
         UserError, match=r"cache_features=on: No part of the network can be computed once: bert\..*trains"

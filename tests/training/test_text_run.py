@@ -114,6 +114,7 @@ def test_the_best_weights_are_evaluated_without_the_folder_of_the_network(
     assert found["accuracy"]["test"] == results["accuracy"]["test"]
 
 
+@pytest.mark.slow
 def test_lines_are_predicted(
     trained: tuple[Path, Config, dict[str, Any]],
     tmp_path: Path,

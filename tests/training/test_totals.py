@@ -73,6 +73,7 @@ def test_which_methods_cost_the_same_in_each_step():
         assert not same_each_step([Full(), method]), method
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "resnet18"])
 def test_a_real_step_with_fused_attention_has_the_flops_of_the_count(name: str):
     model = timm.create_model(name, num_classes=5, **({"img_size": 64} if "deit" in name else {})).train()

@@ -48,6 +48,7 @@ def command(tmp_path: Path, *arguments: str) -> str:
     return " ".join((done.stdout + done.stderr).split())
 
 
+@pytest.mark.slow
 def test_the_command_line_trains_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_network(tmp_path / "net", "dinov2", size=None)
     settings = ["model.weights=net", "model.image_size=24", "method=lora", "trainer.max_steps=4", *_SHORT]
@@ -75,6 +76,7 @@ def test_random_weights_need_no_files(tmp_path: Path) -> None:
     same_logits(tmp_path / "run")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 @pytest.mark.parametrize("kind", ["vit", "resnet"])
 def test_an_interrupted_run_continues(tmp_path: Path, kind: str) -> None:
@@ -91,6 +93,7 @@ def test_an_interrupted_run_continues(tmp_path: Path, kind: str) -> None:
         torch.testing.assert_close(again.state_dict()[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_cost")
 def test_methods_that_stay_in_the_network_write_no_files_of_transformers(tmp_path: Path) -> None:
     folder = write_network(tmp_path / "net")

@@ -46,6 +46,7 @@ def gradients(n: int, steps: int, spread: float = 2.0) -> list[torch.Tensor]:
     return [torch.randn(n, generator=chance) * sizes * 1e-3 for _ in range(steps)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["numba", "plain", "triton"])
 @example(8, 7, 0.0, 3, 0.5, 0.0, 0.0, 0.0, False)  # v is the square of g, so steps and parameters reach 150
 @settings(max_examples=25, deadline=None)

@@ -74,6 +74,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
     return ((found.double() - expected).norm() / expected.norm()).item()
 
 
+@pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize("dtype", list(ERROR))
 @pytest.mark.parametrize("name", list(PROJECTIONS))
@@ -110,6 +111,7 @@ def test_without_numba_torchs_operations_compute_it(dtype: torch.dtype, monkeypa
         assert all(_error(a, b) < ERROR[dtype] for a, b in zip(found, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_one_gradient_is_added_if_the_input_is_the_residual_tensor() -> None:
     projection = PROJECTIONS["one tile"]
     inputs, g = _case(49, (24, 150, 24))
@@ -204,6 +206,7 @@ def test_the_kernels_give_the_gradients_of_a_single_layer(dtype: torch.dtype, pr
         assert all(_error(a, b) < ERROR[dtype] for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 @needs_numba
 def test_parameters_in_bfloat16_have_gradients_in_bfloat16() -> None:
     projection = PROJECTIONS["one tile"]

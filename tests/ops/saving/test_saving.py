@@ -112,6 +112,7 @@ EMPTY: list = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one
 @pytest.mark.parametrize("packer", [Sparse(0.5), EightBits(), Dense()], ids=repr)
 @pytest.mark.parametrize("name", ["softmax", "normalize"])

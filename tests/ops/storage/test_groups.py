@@ -40,6 +40,7 @@ def by_hand(x: np.ndarray, bits: int, length: int) -> tuple[np.ndarray, np.ndarr
     return np.concatenate(codes), np.array(lows), np.array(steps)
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one
 @pytest.mark.parametrize("bits", groups.BITS)
 @pytest.mark.parametrize("n", [1, 7, 64, 200, 1000])
@@ -159,6 +160,7 @@ def assert_kernels_equal_reference(x: Tensor, bits: int, group: int, seed: Tenso
     assert_same_bits(back, groups.group_unpack_reference(*found, x.numel(), bits).to(x.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one
 @needs_numba
 @pytest.mark.parametrize("dtype", DTYPES)

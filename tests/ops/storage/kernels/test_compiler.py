@@ -36,6 +36,7 @@ group_pack(x, 4, 64)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reason", "message"), [("compiler", "cannot compile"), ("folder", "cannot cache function '.*probe_job': .*")]
 )
