@@ -68,7 +68,7 @@ class Scale(NamedTuple):
 class Dots(NamedTuple):
     """Data of a dot plot: each row has a label, a color, and one value for each scale.
 
-    Values above the end of a scale are drawn at the end. Rows in `emphasized` are drawn in bold, with their values.
+    Values outside a scale are drawn at its end. Rows in `emphasized` are drawn in bold, with their values.
     """
 
     scales: Sequence[Scale]
@@ -83,7 +83,7 @@ class Dots(NamedTuple):
             axes = figure.add_subplot(1, len(self.scales), number + 1, title=scale.title)
             scale.set_on(axes)
             for row, (label, color, values) in enumerate(self.rows):
-                x = min(values[number], scale.ticks[-1])
+                x = min(max(values[number], scale.ticks[0]), scale.ticks[-1])
                 axes.plot(x, row, "o", color=color, clip_on=False)
                 if label in self.emphasized:
                     offset = {"xytext": (7, 0), "textcoords": "offset points"}
@@ -113,22 +113,49 @@ def time_memory() -> Dots:
     return Dots(scales, rows, KINDS)
 
 
-def first_screen() -> Dots:
-    """Return accuracy and cost of the recommended recipes and of the other stacks at 224 px."""
-    study = "deit_tiny_caltech101_224"
-    labels = LABELS["first_screen"]
-    full = studies.point(study, "full")
-    scales = [
-        Scale("test accuracy, %", (82, 84, 86, 88, 90)),
-        Scale("FLOPs of the run, %", (0, 25, 50, 75, 100)),
-        Scale("stored activations, % (log)", (0.5, 2, 10, 100), log=True),
-    ]
+#: Study of the figures with all methods. The times of its rows are measured in `STEPS`.
+STUDY, STEPS, SEEDS = "deit_tiny_cars49", "cars_steps", 3
+
+
+def _compared(names: Sequence[str], costs: Sequence[str]) -> Dots:
+    """Return the test accuracy of rows of the study on Stanford Cars, and the costs relative to full fine-tuning.
+
+    Rows that do not have results for all seeds yet are left out. The rows on the Pareto front of a cost are blue.
+    """
+    finished = {row for row in names if len(studies.records(STUDY).finished(row)) == SEEDS}
+    points = [{**studies.point(STUDY, row), "time": _time(row)} for row in names if row in finished]
+    full = next(one for one in points if one["row"] == "full")
+    front = {one["row"] for cost in costs for one in studies.front(points, cost)}
+    scales = [Scale("test accuracy, %", (55, 65, 75, 85)), *(SHARES[cost] for cost in costs)]
     rows = []
-    for one in sorted((studies.point(study, row) for row in labels), key=lambda one: -one["accuracy"]):
-        shares = [100 * one[cost] / full[cost] for cost in ("flops", "saved")]
-        color = {"full": TEXT, "blocks6+tome16+mesa": BLUE}.get(one["row"], GRAY)
-        rows.append((labels[one["row"]], color, (one["accuracy"], *shares)))
-    return Dots(scales, rows, {}, (labels["blocks6+tome16+mesa"],))
+    for one in sorted(points, key=lambda one: -one["accuracy"]):
+        color = TEXT if one["row"] == "full" else BLUE if one["row"] in front else GRAY
+        shares = [100 * one[cost] / full[cost] for cost in costs]
+        rows.append((LABELS["cars"][one["row"]], color, (one["accuracy"], *shares)))
+    legend = {"full fine-tuning": TEXT, "Pareto front of accuracy and a cost": BLUE, "other methods": GRAY}
+    return Dots(scales, rows, legend, (LABELS["cars"]["blocks6+tome16+mesa"],))
+
+
+#: Scales of costs relative to full fine-tuning.
+SHARES = {
+    "flops": Scale("FLOPs of the run, %", (0, 25, 50, 75, 100, 125)),
+    "saved": Scale("stored activations, % (log)", (1, 3, 10, 30, 100), log=True),
+    "time": Scale("time of a step, %", (0, 25, 50, 75, 100, 125)),
+}
+
+
+def _time(row: str) -> float:
+    return records.time(STEPS, LABELS["cars_steps"].get(row, row))
+
+
+def first_screen() -> Dots:
+    """Return accuracy and cost of one row for each method."""
+    return _compared(LABELS["first_screen"], ("flops", "saved", "time"))
+
+
+def cars_front() -> Dots:
+    """Return accuracy and cost of all finished rows of the first block of the study."""
+    return _compared(list(LABELS["cars"]), ("flops", "saved", "time"))
 
 
 def study_front() -> Dots:
@@ -241,6 +268,7 @@ class Packages(NamedTuple):
 FIGURES: dict[str, Callable[[], Any]] = {
     "first-screen": first_screen,
     "time-memory": time_memory,
+    "cars-front": cars_front,
     "study-front": study_front,
     "time-to-accuracy": time_to_accuracy,
     "convergence": convergence,

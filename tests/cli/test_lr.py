@@ -59,6 +59,7 @@ def test_a_step_accumulates_batches_and_methods_begin_and_end_each_step(monkeypa
     assert sorted(set(begun)) == list(range(8))
 
 
+@pytest.mark.slow
 def test_the_test_is_reproducible_and_restores_the_random_state() -> None:
     config, state = check(plain_config(optim__lr=1.0)), torch.get_rng_state()
     first = range_test(config, 6, 1e-4, 1e-2)

@@ -208,6 +208,7 @@ def test_two_networks_have_a_callback_each() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ stages
+@pytest.mark.slow
 def test_methods_are_applied_once_over_all_stages() -> None:
     probe, module = Probe(), Module()
     callback = MethodCallback([probe, *METHODS["lora+lbp_wht"]()], network="net")

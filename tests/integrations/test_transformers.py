@@ -240,6 +240,7 @@ def test_evaluation_within_training_changes_nothing(tmp_path: Path) -> None:
     assert_same_weights(*models)
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("name", ["mobilenet", "resnet"])
 @pytest.mark.parametrize("frozen_bn", [True, False])

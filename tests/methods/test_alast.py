@@ -153,6 +153,7 @@ def tokens_of(budgets: Sequence[float]) -> list[int]:
     return list(itertools.accumulate(budgets, lambda count, b: 1 + math.floor(b * (count - 1) + 1e-9), initial=N))
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize("embeddings", [False, True])
 @pytest.mark.parametrize("budgets", BUDGETS[:3], ids=str)

@@ -53,6 +53,7 @@ def backward_mflops(model: nn.Module, size: int, *methods) -> float:
     return executed(model, 64, (size, size), methods=[LastStage(), *methods]).backward_flops / 1e6
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("order", "padding", "expected"),

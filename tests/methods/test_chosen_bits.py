@@ -220,6 +220,7 @@ def test_steps_without_a_gradient_are_not_counted() -> None:
     gradients(model, "vit")
 
 
+@pytest.mark.slow
 def test_a_block_that_pauses_in_the_profile_is_not_measured_there() -> None:
     """A block that is frozen during the profile is not measured and does not get the fewest bits."""
     model, bits, selection = model_of("vit"), LowBit("auto", 3.5), UniformLayers(1, seed=0)

@@ -168,6 +168,7 @@ def test_without_a_selection_it_goes_everywhere_but_stem_and_head() -> None:
     assert "patch_embed.proj" not in adapters(model)
 
 
+@pytest.mark.slow
 def test_it_goes_where_the_selection_trains() -> None:
     model = model_of("vit")
     apply_methods(model, [LoRA(rank=2), Blocks(blocks=[0, 2])])

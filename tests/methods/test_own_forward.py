@@ -114,6 +114,7 @@ def test_an_export_to_onnx_by_torchscript_is_rejected(method: Method, tmp_path: 
         torch.onnx.export(model, (pictures(),), str(tmp_path / "x.onnx"), dynamo=False)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("method", [ToMe(4), EViT([1])], ids=lambda method: method.name)
 def test_an_export_computes_the_same_and_to_onnx_without_a_stable_sort(

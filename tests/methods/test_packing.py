@@ -181,6 +181,7 @@ POSITION_NETWORKS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("name", POSITION_NETWORKS)
 def test_gradients_of_networks_of_positions_are_near_the_exact_ones(name: str) -> None:

@@ -189,6 +189,7 @@ def test_full_rank_behind_a_drop_is_exact_and_low_rank_is_not(monkeypatch: pytes
     assert largest_difference(expected, gradients(low, "vit")) > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [lambda: Checkpointing(), lambda: BackRazor(sparsity=0.0, value_dtype="same")])
 @pytest.mark.parametrize("replay", [False, True])
 def test_kept_tokens_are_projected_alike_however_they_are_kept(

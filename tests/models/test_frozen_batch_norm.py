@@ -23,6 +23,7 @@ def lively(channels: int, **kwargs) -> nn.BatchNorm2d:
     return norm
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(
     shape=st.tuples(*(st.integers(1, 5) for _ in range(4))),

@@ -185,6 +185,7 @@ def test_layers_with_a_low_rank_backward_pass_are_folded() -> None:
     assert sum(chain.activation is not None for chain in folds._chains) == 13
 
 
+@pytest.mark.slow
 def test_a_method_that_another_library_binds_to_a_layer_is_not_folded() -> None:
     model = network("efficientformer_l1", [LastStage(), LBPWHT(bases="l1", order=4)], 224)
     layer: Any = next(m for m in model.modules() if isinstance(m, nn.Conv2d) and getattr(m, "same_values", False))

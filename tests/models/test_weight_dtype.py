@@ -51,6 +51,7 @@ def _trained(model: nn.Module, method: Method, name: str) -> tuple[Tensor, dict[
     return loss.detach(), {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [pytest.param(r, marks=pytest.mark.slow) if "auto" in r else r for r in ROWS])
 def test_every_method_computes_as_with_rounded_fp32_weights(row: str) -> None:
     """Storing weights in bf16 removes a conversion, but changes neither the loss nor the gradients.

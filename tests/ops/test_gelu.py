@@ -41,6 +41,7 @@ def _close(found: Tensor, expected: Tensor, tolerance: float = 5e-6) -> None:
     )
 
 
+@pytest.mark.slow
 @given(
     shape=st.tuples(st.integers(1, 5), st.integers(1, 70), st.integers(1, 6), st.integers(1, 6)),
     seed=st.integers(0, 99),

@@ -166,6 +166,7 @@ def test_the_caption_s_drop_locations_do_not_give_the_column() -> None:
     assert count_cost(how).memory == pytest.approx(1470.5, abs=0.5)
 
 
+@pytest.mark.slow
 @pytest.mark.first(2, "slow")
 @pytest.mark.parametrize(
     ("table", "memory", "gmacs"),

@@ -49,6 +49,7 @@ def test_the_smallest_recipes_come_first_then_plain_fine_tuning() -> None:
     assert [one.name for one in candidates(base, 4)][:3] == ["head", "last_stage", "full"]
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("memory", [10**12, None])
 def test_head_and_last_stage_are_examined_with_the_smallest_planning_time(

@@ -187,6 +187,7 @@ def test_the_page_states_why_merged_tokens_have_no_figure(tmp_path):
         kept_tokens(tmp_path, configured({"full": {}, "tome": {"r": 1}}), 1)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_still_or_has_lost_its_images_is_drawn_as_far_as_it_goes(recorded, tmp_path, capsys):
     folder = tmp_path / "run"
     shutil.copytree(recorded("alast"), folder)

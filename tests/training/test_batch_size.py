@@ -150,6 +150,7 @@ def test_settings_that_exclude_each_other(changes: dict[str, Any], message: str)
         check(plain_config(**changes))
 
 
+@pytest.mark.slow
 def test_accumulation_that_contradicts_the_effective_size_is_rejected(tmp_path: Path) -> None:
     config = check(plain_config(data__batch_size=16, data__effective_batch_size=64, trainer__grad_accum_steps=2))
     with pytest.raises(SettingError, match=r"trainer.grad_accum_steps must be 4 with data.effective_batch_size=64"):

@@ -31,6 +31,7 @@ def half_correct() -> Accuracy:
     return found
 
 
+@pytest.mark.slow
 def test_the_accuracy_on_every_split(configuration, finished, capsys):
     folder, _, results = finished
     found = run(configuration(evaluate=str(folder)), folder)

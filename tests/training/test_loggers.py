@@ -92,6 +92,7 @@ def validation_labels():
     return kind_of(config).open(config, factory.input_of(config.model)).eval_loader("val").dataset.labels.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(("given", "steps"), [(None, list(range(1, 23))), (5, [5, 10, 15, 20])])
 def test_the_interval_of_rows(tmp_path, configuration, without_cost, given, steps):

@@ -79,6 +79,7 @@ def test_accumulation_equals_one_large_batch(tmp_path, configuration):
         torch.testing.assert_close(value, weights[1][name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.vary_one(slow=True)
 @pytest.mark.parametrize(("accumulated", "left"), [(5, 1), (4, 2), (3, 3), (1, 1)])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -85,6 +85,7 @@ def test_the_length_of_a_run_with_a_constant_rate_can_be_set_later(tmp_path: Pat
     assert all(torch.equal(first[name], second[name]) for name in second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end",
     [
@@ -101,6 +102,7 @@ def test_another_length_that_would_change_earlier_steps_is_refused(tmp_path: Pat
         run(check(plain_config(**{**CONSTANT, "trainer__epochs": 50, **end})), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_finished_run_keeps_its_length(tmp_path: Path) -> None:
     run(check(plain_config(**CONSTANT, trainer__max_steps=8)), tmp_path / "run")
     with pytest.raises(UserError, match=r"trainer\.max_steps is 8 in that run and 16 in this run"):

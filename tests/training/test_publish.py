@@ -108,6 +108,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 # ---------------------------------------------------------------------------------------------- networks and methods
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 @pytest.mark.parametrize(
     ("config", "methods"),
@@ -252,6 +253,7 @@ def test_the_folder_is_loaded_by_timm(vit: tuple[Path, Path, Path]) -> None:
     assert (out / export.NAME).read_bytes() == (run / export.NAME).read_bytes()
 
 
+@pytest.mark.slow
 def test_the_card_is_a_model_card(vit: tuple[Path, Path, Path]) -> None:
     card = ModelCard.load(vit[1] / CARD)
     assert (card.data.license, card.data.library_name, card.data.pipeline_tag) == (
@@ -264,6 +266,7 @@ def test_the_card_is_a_model_card(vit: tuple[Path, Path, Path]) -> None:
     assert "32×32 pixels" in card.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["onnx", "pt2"])
 def test_the_code_in_the_card_predicts(
     to: str, vit: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -42,6 +42,7 @@ def losses(folder: Path) -> list[Any]:
 
 
 # ------------------------------------------------------------------------------------------------------- augmentation
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_mixed_run_continues_bit_for_bit(
     tmp_path: Path, configuration: Make, workers: int, capsys: pytest.CaptureFixture[str]
@@ -110,6 +111,7 @@ def test_averages_continue_bit_for_bit_and_cover_the_trained_weights(
         assert not any(f"model.{name}" in frozen for name in one["averages"]), "frozen weights have no copies"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("accumulated", "changes"),
     [

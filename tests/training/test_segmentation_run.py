@@ -112,6 +112,7 @@ def test_a_finished_run_is_shown_and_not_repeated(
     assert "unet on mask_folder" in text
 
 
+@pytest.mark.slow
 def test_masks_of_new_images_have_the_ids_of_the_training_masks(
     trained: tuple[Path, Config, dict[str, Any]], images: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +148,7 @@ def test_masks_of_new_images_have_the_ids_of_the_training_masks(
 _COLORS = np.array([[0, 0, 0], [255, 0, 0], [9, 9, 9], [0, 0, 255]], dtype=np.uint8)
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize(
     ("values", "masks", "mode"),

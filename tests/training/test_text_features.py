@@ -61,6 +61,7 @@ def small(place: Path, tmp_path: Path) -> Callable[..., Config]:
     return configured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "end"),
     [

@@ -163,6 +163,7 @@ def test_pairs_are_trained_on_and_predicted(
         predict.main([str(tmp_path / "run"), str(tmp_path / "new.txt")])
 
 
+@pytest.mark.slow
 def test_the_file_is_one_of_transformers_weights(trained: tuple[Path, Config, dict[str, Any]]) -> None:
     folder, config, _ = trained
     with safe_open(folder / export.NAME, "pt") as file:

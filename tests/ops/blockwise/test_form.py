@@ -50,6 +50,7 @@ def test_every_value_becomes_one_of_its_two_neighbors(
         assert (m[of] * (ratios[of] * roots[of]) >= 0).all(), "the sign is kept"
 
 
+@pytest.mark.slow
 @pytest.mark.first(1, "slow")
 @pytest.mark.parametrize("bits", [8, 4])
 def test_the_rounding_has_no_bias_over_steps(bits: int) -> None:

@@ -90,6 +90,7 @@ def test_outputs_and_gradients_equal_those_of_separate_layers(name: str, dtype: 
         assert _error(found, value) < ERROR[dtype]
 
 
+@pytest.mark.slow
 @needs_numba
 def test_in_bfloat16_gradients_are_closer_to_float64_than_those_of_separate_layers() -> None:
     projection = PROJECTIONS["one tile"]
@@ -144,6 +145,7 @@ def test_only_required_tensors_are_computed_and_saved(needed: tuple[int, ...]) -
     assert (3, 49, 24) not in maps, "x itself must never be saved"
 
 
+@pytest.mark.slow
 @needs_numba
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_fake_tensors_save_the_same_bytes_and_results_do_not_depend_on_threads(dtype: torch.dtype) -> None:
