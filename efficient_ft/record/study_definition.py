@@ -102,6 +102,13 @@ class Study(_Strict):
                         f"{where} sets {key}, but the rows of a study differ only in their methods. Set {key} for all"
                         f" rows in settings, or list {key} in vary if the study compares values of {key}"
                     )
+        for other, name in itertools.combinations(self.rows, 2):
+            if self.rows[name] == self.rows[other]:
+                raise ValueError(f"the rows {other} and {name} have the same settings")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _consistent_search(self) -> Study:
         if setting_of(self.tune.setting).startswith(("hydra", "-")):
             raise ValueError(f"tune.setting is {self.tune.setting}, but a study may contain only settings of runs")
         if self.tune.start == "lr_test" and (self.tune.setting != "optim.lr" or self.tune.values[0] <= 0):
@@ -113,9 +120,6 @@ class Study(_Strict):
                 raise ValueError(f"tune.finalists names {row}, but the rows are {', '.join(self.rows)}")
             if unknown := [value for value in values if value not in self.tune.values]:
                 raise ValueError(f"tune.finalists.{row} contains {unknown[0]:g}, which is not one of tune.values")
-        for other, name in itertools.combinations(self.rows, 2):
-            if self.rows[name] == self.rows[other]:
-                raise ValueError(f"the rows {other} and {name} have the same settings")
         return self
 
 

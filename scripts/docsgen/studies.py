@@ -152,6 +152,18 @@ def accuracies_of_seed(name: str, seed: str, *rows: str) -> str:
     return f"{', '.join(numbers)} (seed {seed})"
 
 
+def after_epoch(name: str, epoch: str, key: str, *rows: str) -> str:
+    """Return the training loss or the validation accuracy of each row after an epoch, as the mean over the seeds.
+
+    `key` is ``loss`` or ``accuracy``.
+    """
+    numbers = []
+    for row in rows:
+        mean = statistics.fmean(run["curve"][int(epoch) - 1][key] for run in records(name).finished(row))
+        numbers.append(f"`{row}` {mean:.2f}" if key == "loss" else f"`{row}` {100 * mean:.1f} %")
+    return ", ".join(numbers)
+
+
 @block
 def compared(name: str, *rows: str) -> str:
     """Show the accuracy, the seeds and the relative costs of some rows of a study."""

@@ -104,6 +104,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "study-accuracy": lambda study, row: f"{studies.point(study, row)['accuracy']:.1f}",
     "study-rows": studies.accuracies,
     "study-seed": studies.accuracies_of_seed,
+    "study-epoch": studies.after_epoch,
     "study-difference": lambda study, row: signed(
         studies.point(study, row)["accuracy"] - studies.point(study, "full")["accuracy"], form="+.1f"
     )[0],
