@@ -213,6 +213,17 @@ def at_rate(name: str, value: str, *rows: str) -> str:
     return _runs_table(rows, {heading: lambda row: _at(name, row, float(value))})
 
 
+@block
+def finalists(name: str, row: str) -> str:
+    """Show the accuracies of the values of a row that were compared over all seeds."""
+    of, lines = records(name), []
+    for value in of.study.tune.finalists[row]:
+        runs = [run for seed in of.study.seeds if (run := of.find(of.run(row, value, seed))) is not None]
+        best = statistics.fmean(100 * run["accuracy"]["best"] for run in runs)
+        lines.append([shown(value), f"{best:.2f}", studies.spread(list(map(test_accuracy, runs))), str(len(runs))])
+    return table([f"`{of.study.tune.setting}` of `{row}`", "validation, %", "test, %", "seeds"], lines)
+
+
 def _at(name: str, row: str, value: float) -> dict[str, Any] | None:
     """Return the run of the search with one value of the tuned setting."""
     of = records(name)
