@@ -72,7 +72,7 @@ class FineTuner(L.LightningModule):
         network: the network with its weights.
         config: the configuration of the run.
         num_classes: number of classes, or a mapping from tasks to numbers of classes (`models.tasks`).
-        total_steps: number of optimizer steps in the whole run. The learning-rate schedule depends on this number.
+        total_steps: number of optimizer steps in the whole run. The learning rate schedule depends on this number.
         class_weights: mapping from data sets to the class weights of the training loss, float32 (C,). The key of a
             single data set is "". See `training.balance`.
         task: the task with values that depend on the data, or None for the task of the configuration.
