@@ -155,7 +155,7 @@ def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
 def _listed(what: str, reasons: Mapping[str, str]) -> str:
     """Return a list of the networks or recipes that did not take part, with reasons, or "" if there are none."""
     items = "".join(f"<li>{escape(plain_line(f'{name}: {reason}'))}</li>" for name, reason in reasons.items())
-    return f"<p>These {what} did not take part:</p><ul>{items}</ul>" if items else ""
+    return f"<p>These {what} were excluded:</p><ul>{items}</ul>" if items else ""
 
 
 def _curves(state: SearchState, raced: list[Arm], best: Arm) -> str:

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, print its tables, and write the results as JSON if `--json` is given."""
     program = "efficient-ft gradient-error"
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
-    parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
+    parser.add_argument("--weights", type=Path, required=True, help="trained weights with timm's parameter names")
     parser.add_argument(
         "--images", type=Path, required=True, help="folder of held-out images (FOLDER/CLASS/*, classes in sorted order)"
     )
@@ -41,9 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--batch", type=count, default=64, help="batch size")
     parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
-    parser.add_argument("--profile-batches", type=count, default=4, help="number of other batches for LHE")
+    parser.add_argument(
+        "--profile-batches", type=count, default=4, help="number of separate batches for selecting the bases of LHE"
+    )
     parser.add_argument("--headroom", action="store_true", help="also measure bases calibrated on gradients")
-    parser.add_argument("--finetune", type=Path, help="also measure during fine-tuning on FOLDER/train, FOLDER/test")
+    parser.add_argument(
+        "--finetune", type=Path, metavar="FOLDER", help="also measure during fine-tuning on FOLDER/train"
+    )
     parser.add_argument("--finetune-steps", type=count, default=200)
     parser.add_argument("--finetune-batch", type=count, default=16)
     parser.add_argument("--finetune-lr", type=_rate, default=3e-4)

@@ -192,8 +192,9 @@ def _unreadable(text: str) -> UserError:
     inner = value.strip("'\"")
     forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
     readable = next((form for form in forms if _is_readable(form)), None)
-    do = "" if readable is None else f". Quote the value: {shlex.quote(readable)}"
-    return UserError(f"{text}: the value contains special characters{do}")
+    if readable is None:
+        return UserError(f"{text}: the argument cannot be parsed. Use the form KEY=VALUE. See --help.")
+    return UserError(f"{text}: the value contains special characters. Quote the value: {shlex.quote(readable)}")
 
 
 def _is_readable(text: str) -> bool:
