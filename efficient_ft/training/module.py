@@ -285,7 +285,7 @@ class FineTuner(L.LightningModule):
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
             tries.append("optim.grad_clip_norm=1")
-        tries.append(f"more optim.warmup_steps (now {warmup_steps(optim, self.total_steps)})")
+        tries.append(f"a larger optim.warmup_steps (now {warmup_steps(optim, self.total_steps)})")
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")

@@ -336,7 +336,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
-    assert "trainer.prefix=auto: 'folded' up to" in " ".join(capsys.readouterr().out.split())
+    assert "use 'folded'. Their output deviates from fp32 by" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
@@ -402,7 +402,7 @@ def test_in_bf16_the_prefix_is_folded_by_default(
     results = run(small(**off), tmp_path / "default")
     assert results["prefix"]["form"] == "bf16"
     assert results["prefix"]["deviation"]["bf16"] <= 1.1 * results["prefix"]["deviation"]["fp32"]
-    assert "trainer.prefix=auto: 'bf16' up to" in " ".join(capsys.readouterr().out.split())
+    assert "use 'bf16'. Their output deviates from fp32 by" in " ".join(capsys.readouterr().out.split())
     unchanged = run(small(**off, trainer__prefix="fp32"), tmp_path / "unchanged")
     assert "prefix" not in unchanged
     assert results["totals"]["flops"] == unchanged["totals"]["flops"]

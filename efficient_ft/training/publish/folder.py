@@ -92,7 +92,7 @@ def export_run(options: ExportOptions) -> tuple[Path, list[str]]:
     out = options.out or place / f"export_{options.to}"
     refuse_link(out)
     if out.exists():
-        raise UserError(f"The folder {out} exists. Remove it, or choose another folder with --out DIR.")
+        raise UserError(f"The folder {out} already exists. Remove the folder, or choose another folder with --out DIR.")
     form.require_packages()
     trained = export.load(options.run, options.task)
     if trained.tasks and options.task is None:
