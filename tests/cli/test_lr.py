@@ -125,5 +125,7 @@ def test_other_commands_reject_an_automatic_batch_size() -> None:
     with pytest.raises(SettingError, match=r"data.batch_size must be an integer with this command, got auto"):
         configured(["data.batch_size=auto"])
     assert configured(["data.batch_size=auto"], automatic=True).data.automatic
-    with pytest.raises(SettingError, match=r"data.batch_size_selected must be left out, because a run writes"):
+    with pytest.raises(
+        SettingError, match=r"data.batch_size_selected must be left out, got true. A run writes this setting"
+    ):
         configured(["+data.batch_size_selected=true"])

@@ -242,8 +242,8 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     [
         (
             {"method": {"full": {}}},
-            r"trainer\.cache_features=on: No part of the network can be computed once: .* trains.* Use"
-            r" trainer\.cache_features=off, or a method that trains only the last part",
+            r"trainer\.cache_features=on: The network has no frozen prefix \(layers with constant outputs\): .* trains"
+            r".* Use trainer\.cache_features=off, or a method that trains only the last part",
         ),
         ({"method": {"lisa": {}}}, r"The method lisa selects the trained parameters in each step"),
         (
@@ -276,7 +276,7 @@ def test_a_disk_without_room_is_refused(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": {"full": {}}}, "No part of the network can be computed once"),
+        ({"method": {"full": {}}}, "The network has no frozen prefix"),
         ({"trainer__epochs": 2}, "with trainer.epochs=2 and trainer.views=2, no features would be used twice."),
         ({"method": {"lisa": {}}}, "The method lisa selects the trained parameters in each step"),
         ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
@@ -351,7 +351,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
 def test_a_damaged_choice_of_the_form_is_one_message(tmp_path: Path, text: str) -> None:
     file = tmp_path / features_module.PREFIX
     file.write_text(text)
-    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove this file to choose"):
+    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove this file to select"):
         features_module._read_choice(file)
 
 

@@ -134,7 +134,7 @@ def auto(
     for word in settings:
         key, value = key_of(word), word.partition("=")[2]
         if any(key == one or key.startswith((f"{one}.", f"{one}/")) for one in _TAKEN):
-            raise SettingError(key, value, "left out, because the search determines this setting")
+            raise SettingError(key, value, "left out", "The search determines this setting.")
         if value.startswith("{") and key in ("trainer", "optim", "data"):
             raise SettingError(key, value, "an option of the group", f"Pass each setting as {key}.NAME=VALUE.")
     networks = several_networks(settings)

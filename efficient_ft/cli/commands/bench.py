@@ -212,9 +212,8 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     from efficient_ft.record.environment import busy_note, environment
 
     here = {**environment(options.device), "allocator": allocator}
-    about = (
-        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
-    )
+    threads = f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
+    about = f"{here['device']}, {threads}, torch {here['torch']}, allocator: {allocator}, {here['date']}"
     for line in (about, busy_note(here)):
         if line:
             print(paragraph(f"# {line}", "#   "))

@@ -234,6 +234,6 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
         raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove this setting.")
     refuse_data(parsed, config)
     if any(one.batch_size_selected for one in data_configs(config)):
-        do = "To let the run select the batch size, set data.batch_size=auto."
-        raise SettingError("data.batch_size_selected", "true", "left out, because a run writes this setting", do)
+        do = "A run writes this setting. To let the run select the batch size, set data.batch_size=auto."
+        raise SettingError("data.batch_size_selected", "true", "left out", do)
     return ComposedJob(job, config, written)

@@ -363,7 +363,7 @@ def load(run: Path, task: str | None = None, note: Callable[[str], object] = lam
     if file.suffix != ".onnx":
         return export.load(run, task)
     if not file.is_file():
-        raise UserError(f"{file}: no such file.")
+        raise UserError(f"{file}: the file does not exist. Pass an exported folder or its ONNX file.")
     network, metadata = onnx.open(file)
     if "architecture" not in metadata or "class_names" not in metadata:
         raise UserError(
