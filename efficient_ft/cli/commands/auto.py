@@ -40,8 +40,8 @@ Find and train the best model within a memory budget and a time budget.
     efficient-ft auto data=folder data.root=DIR model=auto memory=2GB time=1h
 
 The command takes recipes and learning rates from finished studies, and excludes recipes whose predicted memory exceeds
-memory. In each round, it trains the remaining recipes for some time, and keeps the third with the best validation
-metric. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
+memory. In each round, it trains the remaining recipes for some time, and keeps the third that is best on the validation
+images. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
 
 model=A,B compares the recipes of several networks. model=auto selects networks whose pretrained weights are in the
 local cache or can be downloaded.
