@@ -245,7 +245,9 @@ def read_records(file: Path) -> dict[str, Any]:
         dict(before["runs"])
     except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "it contains other data"
-        raise UserError(f"File {file} cannot be extended: {reason}. Rename the file, or pass another file.") from error
+        raise UserError(
+            f"The file {file} cannot be extended: {reason}. Rename the file, or pass another file."
+        ) from error
     return before
 
 

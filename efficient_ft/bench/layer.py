@@ -58,7 +58,7 @@ class LayerShape:
         """
         numbers = re.fullmatch(r"(\d+),(\d+),(\d+)x(\d+)", text)
         if numbers is None:
-            raise SettingError("--shape", text, "of the form C_IN,C_OUT,HxW", "For example 448,1792,7x7.")
+            raise SettingError("--shape", text, "of the form C_IN,C_OUT,HxW", "Example: 448,1792,7x7.")
         c_in, c_out, height, width = map(int, numbers.groups())
         return cls(c_in, c_out, (height, width))
 

@@ -160,7 +160,7 @@ def _check_together(config: Config) -> None:
     if trainer.max_steps == 0:
         raise SettingError("trainer.max_steps", 0, "-1 (no limit) or an integer >= 1")
     if trainer.weight_dtype == "bf16" and trainer.precision != "bf16":
-        do = "Only bf16 products read bf16 weights without converting them. Set trainer.precision=bf16."
+        do = "Only matrix products in bf16 use bf16 weights without a conversion. Set trainer.precision=bf16."
         raise SettingError("trainer.weight_dtype", "bf16", f"fp32 with trainer.precision={trainer.precision}", do)
     if trainer.precision == "fp16" and trainer.accelerator == "cpu":
         raise SettingError("trainer.precision", "fp16", "fp32 or bf16 on the CPU")
@@ -186,7 +186,7 @@ def _check_batch_size(config: Config) -> None:
     data, trainer, effective = config.data, config.trainer, config.data.effective_batch_size
     for key, one in {f"tasks.{name}": one for name, one in config.tasks.items()}.items():
         if one.automatic:
-            do = "Memory is predicted for one data set."
+            do = "The memory prediction supports only one data set."
             raise SettingError(f"{key}.batch_size", "auto", "an integer with several data sets", do)
         if one.effective_batch_size is not None:
             do = "Set trainer.grad_accum_steps instead."
@@ -206,7 +206,7 @@ def _check_batch_size(config: Config) -> None:
         return
     if effective % data.batch_size:
         known = f"a multiple of data.batch_size={data.batch_size}"
-        do = "With data.batch_size=auto, the run selects a divisor."
+        do = "With data.batch_size=auto, the run selects a batch size that divides this value."
         raise SettingError("data.effective_batch_size", effective, known, do)
     if config.optim.in_backward and effective != data.batch_size:
         do = "An optimizer step inside the backward pass uses one batch."

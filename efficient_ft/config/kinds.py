@@ -265,8 +265,8 @@ def _check_masks(name: str, masks: MaskConfig) -> None:
     for setting in ("classes", "ignored", "values", "colors", "palette", "folder", "image_folder", "suffix"):
         value = getattr(masks, setting)
         if value and value != "auto" and name != "mask_folder":
-            known = "left out, because the data set defines this setting"
-            raise SettingError(f"data.masks.{setting}", show(value), known, "Or use data=mask_folder.")
+            do = f"data={name} defines this setting. To set it, use data=mask_folder."
+            raise SettingError(f"data.masks.{setting}", show(value), "left out", do)
     if masks.colors is not None:
         if masks.values is not None:
             raise SettingError("data.masks.values", show(masks.values), "null with data.masks.colors")

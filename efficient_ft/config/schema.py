@@ -208,7 +208,7 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """Settings of the optimizer and its state, the learning-rate schedule, label smoothing and gradient clipping."""
+    """Settings of the optimizer and its state, the learning rate schedule, label smoothing and gradient clipping."""
 
     name: Literal["adamw", "sgd", "adam"]
     lr: Annotated[float, Field(ge=1e-12)]
@@ -267,7 +267,7 @@ class TrainerConfig(Section):
     #: are not averaged. See `training.callbacks.ema`.
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     #: Number of epochs without improvement of the metric that selects the best epoch, after which training stops. If
-    #: null, training does not stop early. The learning-rate schedule is planned for all epochs.
+    #: null, training does not stop early. The learning rate schedule is planned for all epochs.
     patience: Count | None = None
     #: Use the channels-last memory format for convolutions. If null, this format is used only on a CPU, where it is
     #: faster.
@@ -281,9 +281,10 @@ class TrainerConfig(Section):
     deterministic: bool = False
     #: Maximum number of batches in evaluation, or null for all batches.
     limit_eval_batches: Count | None = None
-    #: How the frozen prefix is computed: unchanged (``fp32``), with BatchNorm folded into convolutions (``folded``),
-    #: folded and in bfloat16 (``bf16``), or in the fastest way on this machine (``auto``). If null, the value is
-    #: ``auto`` if `precision` is bf16, and otherwise ``fp32``. See `models.prefix_form`.
+    #: Computation of the frozen prefix, i.e. the layers before the first trained layer: unchanged (``fp32``), with
+    #: BatchNorm folded into convolutions (``folded``), folded and in bfloat16 (``bf16``), or in the fastest of these
+    #: forms on this machine (``auto``). If null, the value is ``auto`` if `precision` is bf16, and otherwise ``fp32``.
+    #: See `models.prefix_form`.
     prefix: Literal["fp32", "folded", "bf16", "auto"] | None = None
     #: Store the output of the frozen prefix. With ``auto``, the output is stored only if storing saves time. See
     #: `training.features`.

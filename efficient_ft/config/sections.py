@@ -142,8 +142,8 @@ class MultiLabelConfig(Section):
     #: Focusing exponents of the asymmetric loss for positive and for negative labels.
     gamma_positive: NotNegative = 0.0
     gamma_negative: NotNegative = 4.0
-    #: Probability up to which negative labels have no loss (``asymmetric``).
+    #: Probability margin of the asymmetric loss. Negative labels with lower probabilities have no loss.
     margin: Fraction = 0.05
-    #: Probability from which a label is predicted. With ``tuned``, the threshold of each label maximizes its F1 on the
-    #: images that select the best epoch.
+    #: Minimum probability of a predicted label. With ``tuned``, the threshold of each label maximizes the F1 score of
+    #: the label on the split that selects the best epoch.
     thresholds: Literal["tuned"] | Annotated[float, Field(gt=0, lt=1)] = "tuned"

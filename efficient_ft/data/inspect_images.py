@@ -247,7 +247,7 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
             advice = f" Set {setting}."
             found.warnings.append(
                 f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so"
-                f" these images become dark.{advice}"
+                f" these images appear dark.{advice}"
             )
         elif decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
             found.warnings.append(

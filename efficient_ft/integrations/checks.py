@@ -68,7 +68,7 @@ def refuse_loss_outside(methods: Iterable[Method], block: int | None) -> None:
     """
     for method in methods:
         if method.acts_per_step or adds_loss(method):
-            why = "adds a loss" if adds_loss(method) else "acts per step"
+            why = "adds a loss" if adds_loss(method) else "must be called in each step"
             if block is not None:
                 raise UserError(
                     f"session.loss() was called after the end of step {block}, but method {method.name}"

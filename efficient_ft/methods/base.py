@@ -284,7 +284,8 @@ class Method(ABC):
         if self._applied is not None:
             if all(mark.key != self.state_key for mark in marks_of(model)):
                 raise UserError(
-                    f"method {self.name}: this object is applied to another model. Create a new object for this model."
+                    f"method {self.name}: this object has already been applied to another model. Create a new object"
+                    " for this model."
                 )
             return self._applied
         with restored_on_error(model):

@@ -116,7 +116,9 @@ def _selection_named(setting: str, select: Any, others: Sequence[str] = ("all", 
     name = "full" if select == "all" else select
     if name not in names:
         allowed = [*others, *(n for n in names if n != "full" or "keep" not in others)]
-        hint = "Add a selection method that has settings to the list of methods: 'method=[...]'."
+        hint = "Selection methods with required settings, such as blocks, cannot be named here."
+        if "keep" in others:
+            hint = "Add a selection method with required settings, such as blocks, to the list: 'method=[...]'."
         raise SettingError(setting, select, allowed, hint)
     return name
 

@@ -55,8 +55,9 @@ class CompiledBlocks:
 class CompiledForward(OwnForward):
     """Forward pass of a block that is compiled in training.
 
-    Calls run eagerly in evaluation, if operations or modules are observed (function or dispatch mode, later hooks or
-    forwards), and if the batch is smaller than an earlier batch. A copy of the network runs eagerly.
+    A call runs eagerly in evaluation, and if the batch is smaller than an earlier batch. A call also runs eagerly if a
+    torch function mode, a dispatch mode, a later hook or a later replacement of a forward pass observes the block. A
+    copy of the network runs eagerly.
 
     Attributes:
         largest: size of the largest batch so far. A resumed run restores this size, so that it compiles the same calls.

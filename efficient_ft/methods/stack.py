@@ -279,11 +279,12 @@ def _no_grid(view: ModelView) -> str:
 def no_method(wrong: object) -> SettingError:
     """Return the error for an argument that is neither a method nor a list of methods."""
     do = "Create method objects: from efficient_ft.methods import LoRA; apply_methods(model, [LoRA(rank=8)])."
+    got = f"{wrong!r:.60}"
     if isinstance(wrong, type) and hasattr(wrong, "apply"):
         do = f"Create an object of the class: {wrong.__name__}()."
     elif isinstance(wrong, nn.Module):
-        do = "The model is the first argument: apply_methods(model, methods)."
-    return SettingError("methods", f"{wrong!r:.60}", "a Method object or a list of Method objects", do)
+        got, do = type(wrong).__name__, "The model is the first argument: apply_methods(model, methods)."
+    return SettingError("methods", got, "a Method object or a list of Method objects", do)
 
 
 def note_applied(model: nn.Module, method: _Method) -> None:

@@ -96,7 +96,7 @@ def _check_image_size(config: ModelConfig, cfg: PretrainedCfg, model: nn.Module)
     except FAILURES as error:
         if config.image_size is None:  # only the patch size in model.kwargs can be the reason
             kwargs = ", ".join(f"{name}={value}" for name, value in config.kwargs.items())
-            do = f"The model fails: {first_line(error)}"
+            do = f"The model raised an error: {first_line(error)}."
             raise SettingError("model.kwargs", kwargs, f"valid arguments for {config.name}", do) from error
         raise _refused_size(config, cfg) from error
     recorded = None if config.weights is None else recorded_size(Path(config.weights).expanduser())

@@ -123,7 +123,7 @@ def create_model(config: ModelConfig, num_classes: int | Mapping[str, int], *, r
     for line in loaded.lines(num_classes):
         log.log(logging.INFO if report else logging.DEBUG, "%s", line)
     for words in loaded.suspicious if report else ():
-        log.warning("warning: some weights are suspicious (%s).", words)
+        log.warning("warning: some weights look unusual (%s). Check the file of the weights.", words)
     return model
 
 

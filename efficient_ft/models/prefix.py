@@ -311,7 +311,7 @@ def find_prefix(model: nn.Module, images: Inputs, *, several: bool = False) -> F
             if works(stored):
                 return cut(_needed(stored, works))
     below_it = "no layer precedes it" if not ends else "later layers also use values computed before this layer"
-    raise UserError(f"No part of the network can be computed once: {reason}, and {below_it}.")
+    raise UserError(f"The network has no frozen prefix (layers with constant outputs): {reason}, and {below_it}.")
 
 
 def _needed(stored: Sequence[_Output], works: Callable[[Sequence[_Output]], bool]) -> list[_Output]:

@@ -42,7 +42,7 @@ SEGFORMERS: dict[str, tuple[tuple[int, ...], tuple[int, ...], int]] = {
 _SIZE = 512
 #: Network arguments that are determined by other settings. The values are hints for the error message.
 _SET_ELSEWHERE = {
-    **dict.fromkeys(("classes", "num_labels"), "It follows from the data."),
+    **dict.fromkeys(("classes", "num_labels"), "The data set determines this argument."),
     "encoder_name": "Set model.encoder instead.",
     "encoder_weights": "Set model.pretrained or model.weights instead.",
     "activation": "The loss takes logits.",

@@ -17,7 +17,7 @@ from efficient_ft.core.input_spec import InputSpec
 #: Arguments of timm that have a separate setting. The values are hints for the error message. Arguments that name a
 #: file must not come from a run folder, because early versions of timm unpickle the file.
 SET_ELSEWHERE = {
-    "num_classes": "It follows from the data.",
+    "num_classes": "The data set determines this argument.",
     "pretrained": "Set model.pretrained instead.",
     "img_size": "Set model.image_size instead.",
     "drop_rate": "Set model.drop_rate instead.",

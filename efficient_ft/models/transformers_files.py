@@ -42,7 +42,7 @@ REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, As
             MemoryError, StrictDataclassError)  # fmt: skip
 #: Network arguments that other settings determine. The values are hints for the error message.
 SET_ELSEWHERE = {
-    **dict.fromkeys(("num_labels", "id2label", "label2id"), "It follows from the data."),
+    **dict.fromkeys(("num_labels", "id2label", "label2id"), "The data set determines this argument."),
     **dict.fromkeys(("return_dict", "output_attentions", "output_hidden_states"), "The loss takes logits."),
     "dtype": "Set trainer.precision instead.",
     "model_type": "Set model.name instead.",

@@ -85,7 +85,9 @@ def _predictions(file: Path) -> dict[str, dict[str, Any]]:
                 raise ValueError(f"line {number} does not contain a valid prediction")
             found[one["run"]] = one
     except ValueError as error:
-        raise UserError(f"File {file} is damaged ({first_line(error)}). Remove the line or rename the file.") from error
+        raise UserError(
+            f"The file {file} is damaged ({first_line(error)}). Remove the line or rename the file."
+        ) from error
     return found
 
 

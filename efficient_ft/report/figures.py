@@ -181,7 +181,7 @@ def draw_trained(record: Record) -> Drawing:
     shares = record.trained.mean(0)
     figure, (axes,) = _figure(8.6, 3.8)
     _bars(axes, record, 100 * shares, [f"{share:.0%}".rstrip("%") for share in shares])
-    axes.set(ylim=(0, 108), ylabel="% of the recorded steps", title="How often each block trained")
+    axes.set(ylim=(0, 108), ylabel="% of the recorded steps", title="How often each block was trained")
     return Drawing(
         "trained.png",
         "Training frequency",

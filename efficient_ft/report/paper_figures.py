@@ -228,7 +228,7 @@ def accuracy_by_layers(runs: Runs) -> Chart:
 def layer_frequency(runs: Runs) -> Chart:
     """ALaST, Figure 9: fraction of the recorded steps in which each block was trained."""
     series = [Series(name, record.labels, record.trained.mean(0).tolist()) for name, record in runs.recorded()]
-    return Chart("How often each block trained", [Panel("", "block", "fraction of steps", series, "bars")])
+    return Chart("How often each block was trained", [Panel("", "block", "fraction of steps", series, "bars")])
 
 
 def layer_budgets(runs: Runs) -> Chart:

@@ -39,7 +39,9 @@ def write_search_page(folder: Path, out: Path) -> list[Path]:
     assert state is not None
     raced = ranked([arm for arm in state.arms if arm.slices])
     if not raced:
-        raise UserError(f"The search in {folder} has not trained a recipe yet. Repeat its command to continue it.")
+        raise UserError(
+            f"The search in {folder} has not trained a recipe yet. Repeat the command of the search to continue."
+        )
     best = raced[0] if state.final is None else state.arm(state.final.arm)
     written = []
     run = folder / best.folder
@@ -113,7 +115,7 @@ def _time(state: SearchState) -> str:
 
 
 def _missing(state: SearchState) -> list[str]:
-    return [] if state.finished else ["The search is not finished. Repeat its command to continue it."]
+    return [] if state.finished else ["The search is not finished. Repeat the command of the search to continue."]
 
 
 def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
@@ -155,7 +157,7 @@ def _recipes(state: SearchState, raced: list[Arm], best: Arm) -> str:
 def _listed(what: str, reasons: Mapping[str, str]) -> str:
     """Return a list of the networks or recipes that did not take part, with reasons, or "" if there are none."""
     items = "".join(f"<li>{escape(plain_line(f'{name}: {reason}'))}</li>" for name, reason in reasons.items())
-    return f"<p>These {what} did not take part:</p><ul>{items}</ul>" if items else ""
+    return f"<p>These {what} were excluded:</p><ul>{items}</ul>" if items else ""
 
 
 def _curves(state: SearchState, raced: list[Arm], best: Arm) -> str:

@@ -33,12 +33,14 @@ def stop_earlier(log: Path, say: Callable[[str], None]) -> None:
     process, end = _earlier(log), time.monotonic() + WAIT
     if process is None:
         return
-    say(f"Stopping process {process.pid} of the earlier search, which still runs …")
+    say(f"Stopping process {process.pid} of the earlier search, which is still running …")
     with suppress(psutil.Error):
         process.terminate()
     while _earlier(log) is not None:
         if time.monotonic() > end:
-            raise UserError(f"Process {process.pid} of the earlier search does not end. Kill it: kill -9 {process.pid}")
+            raise UserError(
+                f"Process {process.pid} of the earlier search does not end. Kill the process: kill -9 {process.pid}"
+            )
         time.sleep(0.05)
 
 

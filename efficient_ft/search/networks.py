@@ -199,5 +199,5 @@ def _refused(found: Mapping[str, Proposed], reasons: Mapping[str, str], memory_b
     of = f" with model={network}" if network else ""
     do = f"The recipe {smallest.smallest}{of} needs the least memory."
     allowed = f"at least {bytes_setting(smallest.smallest_bytes)}"
-    other = "Or choose a smaller model, batch size or image size."
+    other = "Increase memory, or choose a smaller model, batch size or image size."
     return SettingError("memory", format_bytes(memory_bytes), allowed, f"{do} {other}")

@@ -204,12 +204,12 @@ class Search:
         if state.unit == "seconds" and state.budget < least:
             state.arms = []
             self._save()
-            do = "A slice of training must be longer than the start of its process."
+            do = "Each recipe must train for longer than its process takes to start."
             least = 10 * math.ceil(1.1 * least / 10)  # the measured times vary
-            raise SettingError("time", format_seconds(state.budget), f"at least {least}s here", do)
+            raise SettingError("time", format_seconds(state.budget), f"at least {least}s on this machine", do)
         state.rungs = rungs(len(state.arms))
         self._save()
-        self.say(f"{len(state.arms)} recipes take part: {', '.join(arm.name for arm in state.arms)}.")
+        self.say(f"The search compares {len(state.arms)} recipes: {', '.join(arm.name for arm in state.arms)}.")
 
     def _count(self) -> int:
         """Return the number of arms for which the first slices have a sensible length."""
@@ -379,7 +379,7 @@ class Search:
             arm.stopped = f"round {len(state.rungs)}: {best.name} was better"
         state.final = Final(arm=best.name)
         self._save()
-        self.say(f"{self._described(best)} is the best recipe and is trained to the end.")
+        self.say(f"{self._described(best)} is the best recipe and is trained until the budget is used.")
 
     def _finish(self) -> None:
         """Train the best arm to the end: first with a constant, then with a decreasing learning rate."""
@@ -471,7 +471,7 @@ def open_search(
         do = "A process needs several seconds to start, and several recipes are compared."
         raise SettingError("time", format_seconds(budget), "at least 1min", do)
     if unit == "steps" and budget < LEAST_STEPS:
-        do = "Several recipes are compared, and each must train longer than its warm-up."
+        do = "Several recipes are compared, and each recipe must train for more steps than its warm-up."
         raise SettingError("steps", int(budget), f"at least {LEAST_STEPS}", do)
     state = read_state(folder)
     if state is None:

@@ -45,7 +45,7 @@ def result_text(state: SearchState, folder: Path) -> str:
         lines = [text.table([row[1:] for row in rows], left=(0, 6), rule="")]
     lines += [f"{name}: not used, because it {reason}." for name, reason in state.refused.items()
               if reason.startswith("needs")]  # fmt: skip
-    lines += [f"{name} does not take part. {reason}" for name, reason in state.networks.items()]
+    lines += [f"{name} is excluded. {reason}" for name, reason in state.networks.items()]
     if final.value is not None:
         lines.append("")
         model = f"model={arm.network} and " if arm.network else ""

@@ -70,7 +70,11 @@ def _sampler_line(sampler: str, data: OpenedData) -> str:
     sizes = data.class_sizes()
     assert sizes is not None
     draws = class_shares(sizes, sampler) * sizes.sum()
-    how = "each class equally often" if sampler == "balanced" else "each class in proportion to the root of its size"
+    how = (
+        "each class equally often"
+        if sampler == "balanced"
+        else "each class in proportion to the square root of its size"
+    )
     present = np.flatnonzero(sizes)
     small, large = present[sizes[present].argmin()], sizes.argmax()
 

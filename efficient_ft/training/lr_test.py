@@ -106,11 +106,13 @@ def range_test(
         UserError: If the data or weights are missing, or if a setting cannot be used.
     """
     if world_size(config) > 1:
-        do = "The test runs in one process. To process as many samples in each step, set trainer.grad_accum_steps."
+        do = "The test runs in one process. To keep the number of samples per step, set trainer.grad_accum_steps."
         raise SettingError("trainer.devices", world_size(config), "1 with efficient-ft lr", do)
     if config.evaluate is not None or config.cost_only:
         name, value = ("evaluate", config.evaluate) if config.evaluate is not None else ("cost_only", "true")
-        raise SettingError(name, value, "unset with efficient-ft lr", "The test trains.")
+        raise SettingError(
+            name, value, "left out with efficient-ft lr", "The test trains the network. Remove this setting."
+        )
     kind = kind_of(config)
     missing = [factory.missing_weights(config.model), *kind.missing(config)]
     if any(missing):

@@ -72,7 +72,7 @@ class FineTuner(L.LightningModule):
         network: the network with its weights.
         config: the configuration of the run.
         num_classes: number of classes, or a mapping from tasks to numbers of classes (`models.tasks`).
-        total_steps: number of optimizer steps in the whole run. The learning-rate schedule depends on this number.
+        total_steps: number of optimizer steps in the whole run. The learning rate schedule depends on this number.
         class_weights: mapping from data sets to the class weights of the training loss, float32 (C,). The key of a
             single data set is "". See `training.balance`.
         task: the task with values that depend on the data, or None for the task of the configuration.
@@ -285,7 +285,7 @@ class FineTuner(L.LightningModule):
         tries = [f"a smaller optim.lr (now {optim.lr:g})"]
         if optim.grad_clip_norm is None:
             tries.append("optim.grad_clip_norm=1")
-        tries.append(f"more optim.warmup_steps (now {warmup_steps(optim, self.total_steps)})")
+        tries.append(f"a larger optim.warmup_steps (now {warmup_steps(optim, self.total_steps)})")
         if trainer.precision != "fp32":
             other = "bf16 or fp32" if trainer.precision == "fp16" else "fp32"
             tries.append(f"trainer.precision={other} (now {trainer.precision})")

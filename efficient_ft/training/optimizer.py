@@ -1,4 +1,4 @@
-"""The optimizer of a run and its learning-rate schedule."""
+"""The optimizer of a run and its learning rate schedule."""
 
 from __future__ import annotations
 

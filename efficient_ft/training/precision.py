@@ -65,7 +65,7 @@ _MOST_IMAGES, _STEP_SECONDS = 8, 0.5
 #: Names of the types of devices that may have bf16 instructions.
 _NAMES = {"cpu": "processor", "cuda": "GPU"}
 #: Sentence that is printed if ``auto`` has selected fp32 on a device with bf16 instructions.
-_BF16 = "trainer.precision=bf16 trains in bf16."
+_BF16 = "To train in bf16, set trainer.precision=bf16."
 
 
 class Choice(NamedTuple):
@@ -154,7 +154,7 @@ def choose_precision(config: Config, device: torch.device) -> Choice:
         reason = f"bf16 takes {format_ratio(slower.ratio)} the time of fp32 {slower.what} on this processor"
         return Choice("fp32", reason, _BF16)
     has = f"the {name} has bf16 instructions"
-    return Choice("bf16", f"autocast; {has}", "trainer.precision=fp32 trains in fp32.")
+    return Choice("bf16", f"autocast; {has}", "To train in fp32, set trainer.precision=fp32.")
 
 
 class _Slower(NamedTuple):

@@ -24,7 +24,7 @@ MISTAKES = {
     "memory=2GB time=20s": r"time must be at least 1min, got 20 s",
     "memory=2GB steps=0": r"steps must be an integer >= 1, got 0",
     "memory=2GB steps=60": r"steps must be at least 100, got 60",
-    "memory=2GB time=5m method=lora": r"method must be left out, because the search determines this setting, got lora",
+    "memory=2GB time=5m method=lora": r"method must be left out, got lora. The search determines this setting",
     "memory=2GB time=5m method.lora.rank=2": r"method\.lora\.rank must be left out",
     "memory=2GB time=5m optim.lr=1e-3": r"optim\.lr must be left out",
     "memory=2GB time=5m trainer.epochs=3": r"trainer\.epochs must be left out",

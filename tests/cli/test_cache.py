@@ -47,7 +47,7 @@ def test_a_run_computes_nothing_after_the_command(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["method=full"], "No part of the network can be computed once"),
+        (["method=full"], "The network has no frozen prefix"),
         (["trainer.cache_limit=1KB"], "trainer.cache_limit must be at least"),
         (["tasks=bsr_moe", "model=deit_tiny", "data=none"], "Features cannot be stored for a run on several tasks"),
         (["model=deit_tiny", "data=cifar100"], "cifar100"),

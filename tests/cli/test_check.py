@@ -105,5 +105,5 @@ def test_mistakes_in_settings_are_errors_of_the_user(tmp_path: Path) -> None:
         main(["data=folder", "data.rooot=x"])
     with pytest.raises(UserError, match="does not exist"):
         main(["data=folder", f"data.root={tmp_path / 'nowhere'}"])
-    with pytest.raises(UserError, match="evaluate must be unset with check"):
+    with pytest.raises(UserError, match="evaluate must be left out with check"):
         main(["data=digits", f"evaluate={tmp_path}"])

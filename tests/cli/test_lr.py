@@ -110,7 +110,7 @@ def test_the_command_prints_a_run_and_writes_its_files(capsys: pytest.CaptureFix
         (["deit_small"], r"^deit_small: settings must have the form KEY=VALUE"),
         (["optim.lr=high"], r"optim.lr must be a number >= 1e-12, got high"),
         (["trainer.devices=2"], r"trainer.devices must be 1 with efficient-ft lr, got 2. The test runs in one process"),
-        (["cost_only=true"], r"cost_only must be unset with efficient-ft lr, got true"),
+        (["cost_only=true"], r"cost_only must be left out with efficient-ft lr, got true"),
         (["--out", "file"], r"--out must be a folder, got the file file"),
     ],
 )
@@ -125,5 +125,7 @@ def test_other_commands_reject_an_automatic_batch_size() -> None:
     with pytest.raises(SettingError, match=r"data.batch_size must be an integer with this command, got auto"):
         configured(["data.batch_size=auto"])
     assert configured(["data.batch_size=auto"], automatic=True).data.automatic
-    with pytest.raises(SettingError, match=r"data.batch_size_selected must be left out, because a run writes"):
+    with pytest.raises(
+        SettingError, match=r"data.batch_size_selected must be left out, got true. A run writes this setting"
+    ):
         configured(["+data.batch_size_selected=true"])

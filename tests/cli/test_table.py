@@ -165,7 +165,7 @@ def test_commands_are_those_of_the_cells(capsys: pytest.CaptureFixture[str]) -> 
             "does not train with cost_only or evaluate. For costs, use --cost.",
         ),
         (["bsr/3", "--report", "optim.lrr=1"], "optim.lrr=1: there is no such setting"),
-        (["bsr/3", "--report", "data=digits", "recipe=none"], "equal to another run"),
+        (["bsr/3", "--report", "data=digits", "recipe=none"], "identical to another run"),
         (["lbp_wht/1", "--cost"], "lbp_wht/1 contains no costs that can be counted. This table lists formulas"),
     ],
 )

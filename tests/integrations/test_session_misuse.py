@@ -111,7 +111,7 @@ def test_a_second_step_of_the_optimizer_in_one_block_is_named() -> None:
     (x, y), *_ = batches_of("vit", 1)
     with MethodSession(model, LISA(1)) as session:
         optimizer = sgd_of(session)
-        text = r"after the end of step 3, but method lisa acts per step\. The step ended"
+        text = r"after the end of step 3, but method lisa must be called in each step\. The step ended"
 
         def twice() -> None:
             with session.step(3):
@@ -149,7 +149,7 @@ def test_steps_and_losses_at_the_wrong_place() -> None:
     with MethodSession(model_of("vit"), Full()) as plain:
         assert float(plain.loss(torch.ones(()))) == 1  # Full needs no step.
     other = MethodSession(model_of("vit"), LISA(1)).apply()
-    with pytest.raises(UserError, match="method lisa acts per step"):
+    with pytest.raises(UserError, match="method lisa must be called in each step"):
         other.loss(torch.zeros(()))
 
 

@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
 
     numbers = {promise.number for promise in promises.PROMISES}
     if unknown := set(options.promise) - numbers:
-        raise UserError(f"There is no promise {min(unknown)}; they are numbered 1 to {max(numbers)}.")
+        raise UserError(f"There is no promise {min(unknown)}. The promises have the numbers 1 to {max(numbers)}.")
     if options.only and options.json is not None:
-        raise UserError("--json keeps a record of whole promises. Leave out --only, or --json.")
+        raise UserError("--json records whole promises. Remove --only or --json.")
     record = _read_record(options.json, "long" if options.long else "short")
     _write(options.json, record)  # reports an unwritable file before the trials, which can take hours
     begun, outcomes = time.monotonic(), list[Outcome]()

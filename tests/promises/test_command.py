@@ -99,7 +99,7 @@ def test_the_record_is_written_promise_by_promise(tmp_path: Path, monkeypatch: p
     [
         (["12"], "There is no promise 12"),
         (["1", "--only", "nothing"], "no trial has this"),
-        (["1", "--only", "disk", "--json", "record.json"], "a record of whole promises"),
+        (["1", "--only", "disk", "--json", "record.json"], "--json records whole promises"),
     ],
 )
 def test_mistakes_are_one_message(arguments: list[str], said: str) -> None:

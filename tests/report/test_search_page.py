@@ -39,7 +39,7 @@ def test_an_unfinished_search_has_a_page(tmp_path: Path) -> None:
         search(tmp_path, Machine(kill=4)).run()
     (file,) = write_search_page(tmp_path, tmp_path / "out")
     text = file.read_text(encoding="utf-8")
-    assert "The search is not finished. Repeat its command to continue it." in text
+    assert "The search is not finished. Repeat the command of the search to continue." in text
     assert "on the val split so far" in text
 
 

@@ -43,7 +43,7 @@ def test_a_recorded_process_is_stopped(tmp_path: Path) -> None:
     stop_earlier(log, lines.append)
     assert process.wait(10) == 0
     assert (tmp_path / "checkpoint").exists()
-    assert lines == [f"Stopping process {process.pid} of the earlier search, which still runs …"]
+    assert lines == [f"Stopping process {process.pid} of the earlier search, which is still running …"]
     stop_earlier(log, lines.append)
     assert len(lines) == 1
 

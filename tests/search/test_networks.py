@@ -261,10 +261,10 @@ def test_a_network_without_recipes_is_named_in_the_result(raced: Callable[..., S
     state = raced(600, parts={"small": part("small"), "large": part("large", [])})
     text = result_text(state, tmp_path)
     assert text.splitlines()[0].split()[0] == "recipe"  # only one network takes part
-    assert "large does not take part. The recipe head needs the least memory: memory=1GiB." in text
+    assert "large is excluded. The recipe head needs the least memory: memory=1GiB." in text
     assert "with model=small and optim.lr" in text
     (page,) = write_search_page(tmp_path, tmp_path / "report")
-    assert "These networks did not take part" in page.read_text(encoding="utf-8")
+    assert "These networks were excluded" in page.read_text(encoding="utf-8")
 
 
 def test_a_state_of_an_earlier_version_has_no_networks(raced: Callable[..., SearchState], tmp_path: Path) -> None:

@@ -459,7 +459,7 @@ def test_a_search_with_other_settings_is_not_continued(tmp_path: Path) -> None:
 
 
 def test_a_time_in_which_no_recipe_can_be_compared_names_the_minimum(tmp_path: Path) -> None:
-    with pytest.raises(SettingError, match=r"time must be at least \d+s here, got 80 s"):
+    with pytest.raises(SettingError, match=r"time must be at least \d+s on this machine, got 80 s"):
         search(tmp_path, Machine(), 80).run()
 
 

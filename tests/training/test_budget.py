@@ -105,7 +105,10 @@ def test_the_rejection_names_the_batch_that_would_fit(monkeypatch: pytest.Monkey
     text = _rejected(tmp_path, "data.batch_size=32")
     assert [one.data.batch_size for one in asked] == [32, 32, 16, 8]
     assert "The run needs the most memory for training (data.batch_size=32, model.image_size=32)." in text
-    assert "data.batch_size=8 trainer.grad_accum_steps=4 would fit. To find recipes that fit, run" in text
+    assert (
+        "With data.batch_size=8 trainer.grad_accum_steps=4, the run is predicted to fit. To find recipes that fit, run"
+        in text
+    )
 
 
 @pytest.mark.slow
@@ -118,15 +121,15 @@ def test_the_rejection_names_the_evaluation_batch_that_would_fit(
     _predicting(monkeypatch, phases)
     text = _rejected(tmp_path, "data.eval_batch_size=64")
     assert "The run needs the most memory for evaluation (data.eval_batch_size=64, model.image_size=32)." in text
-    assert "data.eval_batch_size=16 would fit. To find recipes that fit, run" in text
+    assert "With data.eval_batch_size=16, the run is predicted to fit. To find recipes that fit, run" in text
 
 
 @pytest.mark.slow
 def test_the_rejection_names_workers_and_the_image_size(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     _predicting(monkeypatch, lambda config: {"reading training batches": 10**13 * (config.data.num_workers == 0)})
-    assert "data.num_workers=1 would fit" in _rejected(tmp_path)
+    assert "With data.num_workers=1, the run is predicted to fit" in _rejected(tmp_path)
     _predicting(monkeypatch, lambda config: {"training": 10**13 * (config.model.image_size != 32)})
-    assert "model.image_size=32 would fit" in _rejected(tmp_path, "model.image_size=48")
+    assert "With model.image_size=32, the run is predicted to fit" in _rejected(tmp_path, "model.image_size=48")
 
 
 @pytest.mark.slow

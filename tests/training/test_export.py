@@ -60,7 +60,7 @@ def test_a_file_that_no_run_wrote_is_refused(tmp_path, finished):
 
 def test_a_file_of_one_task_has_no_other(finished):
     assert export.load(finished[0]).tasks == {}
-    with pytest.raises(UserError, match="has no task a: the run used a single data set"):
+    with pytest.raises(UserError, match="has no task a: it was trained on a single data set"):
         export.load(finished[0], "a")
 
 

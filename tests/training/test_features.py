@@ -242,8 +242,8 @@ def test_a_disk_that_fills_ends_the_filling_and_not_the_run(
     [
         (
             {"method": {"full": {}}},
-            r"trainer\.cache_features=on: No part of the network can be computed once: .* trains.* Use"
-            r" trainer\.cache_features=off, or a method that trains only the last part",
+            r"trainer\.cache_features=on: The network has no frozen prefix \(layers with constant outputs\): .* trains"
+            r".* Use trainer\.cache_features=off, or a method that trains only the last part",
         ),
         ({"method": {"lisa": {}}}, r"The method lisa selects the trained parameters in each step"),
         (
@@ -276,7 +276,7 @@ def test_a_disk_without_room_is_refused(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"method": {"full": {}}}, "No part of the network can be computed once"),
+        ({"method": {"full": {}}}, "The network has no frozen prefix"),
         ({"trainer__epochs": 2}, "with trainer.epochs=2 and trainer.views=2, no features would be used twice."),
         ({"method": {"lisa": {}}}, "The method lisa selects the trained parameters in each step"),
         ({"trainer__cache_limit": "1KB"}, "trainer.cache_limit must be at least"),
@@ -336,7 +336,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: (Form.FOLDED, {}, {"folded": 0.0}))
     run(config, tmp_path / "whole")
     interrupted_at(4, config, tmp_path / "resumed")
-    assert "trainer.prefix=auto: 'folded' up to" in " ".join(capsys.readouterr().out.split())
+    assert "use 'folded'. Their output deviates from fp32 by" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(features_module, "choose_form", lambda run, forms, exact: pytest.fail("chosen twice"))
     results = run(config, tmp_path / "resumed")
     assert results["prefix"]["form"] == "folded"
@@ -351,7 +351,7 @@ def test_a_resumed_run_keeps_the_form_that_was_chosen(
 def test_a_damaged_choice_of_the_form_is_one_message(tmp_path: Path, text: str) -> None:
     file = tmp_path / features_module.PREFIX
     file.write_text(text)
-    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove this file to choose"):
+    with pytest.raises(UserError, match=r"prefix\.json is damaged\. Remove this file to select"):
         features_module._read_choice(file)
 
 
@@ -402,7 +402,7 @@ def test_in_bf16_the_prefix_is_folded_by_default(
     results = run(small(**off), tmp_path / "default")
     assert results["prefix"]["form"] == "bf16"
     assert results["prefix"]["deviation"]["bf16"] <= 1.1 * results["prefix"]["deviation"]["fp32"]
-    assert "trainer.prefix=auto: 'bf16' up to" in " ".join(capsys.readouterr().out.split())
+    assert "use 'bf16'. Their output deviates from fp32 by" in " ".join(capsys.readouterr().out.split())
     unchanged = run(small(**off, trainer__prefix="fp32"), tmp_path / "unchanged")
     assert "prefix" not in unchanged
     assert results["totals"]["flops"] == unchanged["totals"]["flops"]

@@ -267,7 +267,7 @@ def test_small_networks_with_narrow_layers_train_in_fp32_on_a_processor(monkeypa
     assert choice.precision == ("fp32" if small else "bf16")
     if small:
         assert choice.reason == "on a CPU, bf16 is slower for small networks with narrow layers"
-        assert choice.other == "trainer.precision=bf16 trains in bf16."
+        assert choice.other == "To train in bf16, set trainer.precision=bf16."
         assert not precision.cache_file().exists()
     assert choose_precision(network(name), torch.device("cuda")).precision == "bf16"
 
@@ -339,7 +339,7 @@ def test_a_run_prints_and_records_its_precision(tmp_path, units, precisions, wit
     assert set(precisions) == {torch.bfloat16 if selected == "bf16" else torch.float32}
     (line,) = printed(capsys)
     assert line.startswith(f"Precision: {selected} (")
-    assert ("trainer.precision=fp32 trains in fp32." in line) == (selected == "bf16")
+    assert ("To train in fp32, set trainer.precision=fp32." in line) == (selected == "bf16")
     assert json.loads((tmp_path / "results.json").read_text()) == results
     assert results["environment"]["precision"] == selected
     assert results["config"]["trainer"]["precision"] == "auto"

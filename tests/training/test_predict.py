@@ -151,7 +151,11 @@ def test_without_a_run_the_finished_ones_are_listed(finished, capsys, monkeypatc
 
 @pytest.mark.parametrize(
     ("given", "message"),
-    [("missing.png", "no such file"), ("notes.txt", "not readable as an image"), ("empty", "contains no images")],
+    [
+        ("missing.png", "there is no such file or folder. Pass image files"),
+        ("notes.txt", "not readable as an image"),
+        ("empty", "contains no images"),
+    ],
 )
 def test_mistakes_end_with_one_line_and_status_2(finished, digits, capsys, given, message):
     (digits / "empty").mkdir()

@@ -347,7 +347,7 @@ def test_an_onnx_file_of_another_program_is_rejected(tmp_path: Path, vit: tuple[
     (tmp_path / "damaged.onnx").write_bytes(b"onnx")
     with pytest.raises(UserError, match=r"damaged\.onnx cannot be loaded by onnxruntime"):
         load(tmp_path / "damaged.onnx")
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match=r"missing\.onnx: the file does not exist"):
         load(tmp_path / "missing.onnx")
     with pytest.raises(UserError, match="Remove --task"):
         load(vit[1], "a")
@@ -361,11 +361,15 @@ def test_settings_that_cannot_be_used_are_rejected(
         exported(run, to="tflite")
     with pytest.raises(SettingError, match=r"--license must be an identifier .*, got My License"):
         exported(run, license="My License")
-    with pytest.raises(UserError, match=r"The folder .*export_onnx exists\. Remove it, or choose another folder with"):
+    with pytest.raises(
+        UserError, match=r"The folder .*export_onnx already exists\. Remove the folder, or choose another folder with"
+    ):
         exported(run)
-    with pytest.raises(UserError, match=r"contains no model\.safetensors, because no epoch was finished"):
+    with pytest.raises(
+        UserError, match=r"contains no model\.safetensors\. Pass the folder of a run that has finished an epoch"
+    ):
         exported(tmp_path)
-    with pytest.raises(UserError, match=r"absent\.jpg: no such file"):
+    with pytest.raises(UserError, match=r"absent\.jpg: there is no such file or folder"):
         exported(run, out=tmp_path / "x", check=[tmp_path / "absent.jpg"])
     with pytest.raises(SystemExit) as ended:
         run_command("export", [str(run)])

@@ -159,7 +159,8 @@ def test_dropout_ends_the_prefix_and_the_setting_is_named(
 @pytest.mark.slow
 def test_what_cannot_be_stored_is_refused(tmp_path: Path, small: Callable[..., Config]) -> None:
     with pytest.raises(
-        UserError, match=r"cache_features=on: No part of the network can be computed once: bert\..*trains"
+        UserError,
+        match=r"cache_features=on: The network has no frozen prefix \(layers with constant outputs\): bert\..*trains",
     ):
         run(small(method={"full": {}}), tmp_path / "full")
     with pytest.raises(UserError, match=r"The method lisa selects the trained parameters in each step"):

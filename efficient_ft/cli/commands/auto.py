@@ -40,10 +40,10 @@ Find and train the best model within a memory budget and a time budget.
     efficient-ft auto data=folder data.root=DIR model=auto memory=2GB time=1h
 
 The command takes recipes and learning rates from finished studies, and excludes recipes whose predicted memory exceeds
-memory. It trains the recipes for a while, keeps the best third according to the validation images, and continues with
-more time. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
+memory. In each round, it trains the remaining recipes for some time, and keeps the third that is best on the validation
+images. At the end, it trains the best recipe until the time is over, and evaluates the test images once.
 
-With model=A,B, recipes of several networks take part. model=auto selects networks whose pretrained weights are in the
+model=A,B compares the recipes of several networks. model=auto selects networks whose pretrained weights are in the
 local cache or can be downloaded.
 
 memory is the budget of each training process. time is the budget of the whole command. With steps=N instead, all
@@ -105,7 +105,7 @@ def auto(
 
     Args:
         settings: settings of the runs as on the command line (``"model=deit_tiny", "data=folder", "data.root=DIR"``).
-            With ``"model=deit_tiny,resnet50"`` or ``"model=auto"``, the recipes of several networks take part.
+            With ``"model=deit_tiny,resnet50"`` or ``"model=auto"``, the recipes of several networks are compared.
         memory: memory budget of each training process with a unit, e.g. ``"2GB"``.
         time: time budget of the search with a unit, e.g. ``"30m"``.
         steps: number of optimizer steps of all recipes together, instead of `time`.
@@ -134,7 +134,7 @@ def auto(
     for word in settings:
         key, value = key_of(word), word.partition("=")[2]
         if any(key == one or key.startswith((f"{one}.", f"{one}/")) for one in _TAKEN):
-            raise SettingError(key, value, "left out, because the search determines this setting")
+            raise SettingError(key, value, "left out", "The search determines this setting.")
         if value.startswith("{") and key in ("trainer", "optim", "data"):
             raise SettingError(key, value, "an option of the group", f"Pass each setting as {key}.NAME=VALUE.")
     networks = several_networks(settings)
@@ -201,7 +201,7 @@ def _check(config: Config) -> None:
         do = "The learning rates come from studies with Adam."
         raise SettingError("optim", "sgd", "adam or adamw in a search", do)
     if config.optim.warmup_steps is None:
-        do = "The length of a run is not known in advance."
+        do = "The length of a run is not known in advance. For example, use optim.warmup_steps=20."
         raise SettingError("optim.warmup_steps", "null", "an integer in a search", do)
     if config.tasks:
         raise SettingError("tasks", ", ".join(config.tasks), "none in a search")
@@ -260,7 +260,7 @@ def _propose(
     choosing = clock.monotonic() - began
     found = propose_each(names, limit, count, seconds, memory_bytes, propose_one)
     for network, reason in found.networks.items():
-        say(f"{network} does not take part. {reason}")
+        say(f"{network} is excluded. {reason}")
     say(f"Networks: {', '.join(dict.fromkeys(arm.network for arm in found.arms))}.")
     return found.model_copy(update={"seconds": found.seconds + choosing})
 

@@ -53,10 +53,10 @@ in a separate process.
     efficient-ft bench optimizer
     efficient-ft bench overhead
 
-A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets its
-name. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The baseline of a recipe is the
-first recipe with the same precision. The baseline of a recipe with trainer.compile=true is the same recipe without this
-setting, if it is measured. --dtype both measures each recipe in fp32 and in bf16.
+A recipe is METHOD[:KEY=VALUE,...][+METHOD...] with the names and settings of the command line. NAME=RECIPE sets the
+name of a recipe. A key with a dot is the full name of a setting (full:trainer.precision=bf16). The baseline of a recipe
+is the first recipe with the same precision. The baseline of a recipe with trainer.compile=true is the same recipe
+without this setting, if both are measured. --dtype both measures each recipe in fp32 and in bf16.
 
 step measures the parts of training steps. On a CPU, feature maps use the channels-last memory format, as in training.
 To measure timm's unmodified model, set trainer.channels_last=false and trainer.prefix=fp32 in a recipe. memory compares
@@ -119,7 +119,9 @@ def parser() -> argparse.ArgumentParser:
     layer.add_argument("--shape", action="append", metavar="C_IN,C_OUT,HxW", help=shapes)
     layer.add_argument("--batch", type=count, default=32, help="batch size (default 32)")
     layer.add_argument("--orders", default="2,4,6,8,15", help="orders of the projector (default 2,4,6,8,15)")
-    layer.add_argument("--projector", choices=("wht", "dct"), default="wht")
+    layer.add_argument(
+        "--projector", choices=("wht", "dct"), default="wht", help="basis of the projector (default wht)"
+    )
     padding = "padding of the WHT projector (default ortho)"
     layer.add_argument("--padding", choices=("ortho", "zero", "reflect"), default="ortho", help=padding)
     layer.add_argument("--profile", action="store_true", help="also print the time of each part of the backward pass")
@@ -210,9 +212,8 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     from efficient_ft.record.environment import busy_note, environment
 
     here = {**environment(options.device), "allocator": allocator}
-    about = (
-        f"{here['device']}, {here['threads']} threads, torch {here['torch']}, allocator: {allocator}, {here['date']}"
-    )
+    threads = f"{here['threads']} thread{'s' * (here['threads'] != 1)}"
+    about = f"{here['device']}, {threads}, torch {here['torch']}, allocator: {allocator}, {here['date']}"
     for line in (about, busy_note(here)):
         if line:
             print(paragraph(f"# {line}", "#   "))
@@ -220,7 +221,7 @@ def _measure(options: argparse.Namespace, arguments: Sequence[str]) -> None:
     print(f"\n{report_text(report, options.columns)}")
     if options.json is not None:
         write_text_atomically(options.json, json_text(report, indent=2) + "\n")
-        print(f"\nwritten: {options.json}")
+        print(f"\nWritten: {options.json}")
 
 
 def _command(arguments: Sequence[str], file: Path | None) -> str:

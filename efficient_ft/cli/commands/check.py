@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(arguments)
     for word in options.settings:
         if word.startswith("evaluate="):
-            raise SettingError("evaluate", word[9:], "unset with check", "efficient-ft check does not evaluate runs.")
+            raise SettingError(
+                "evaluate", word[9:], "left out with check", "efficient-ft check does not evaluate runs."
+            )
     words, note = with_task(options.settings)
     config = configured(words, automatic=True)
     if config.data.automatic:

@@ -20,9 +20,10 @@ from efficient_ft.core.text import paragraph, spelled
 from efficient_ft.record.collection import Run, collect, group_rows, heading, metrics_of, notes, run_rows
 
 DESCRIPTION = """\
-Print one table of all runs below DIR: metric such as accuracy, cost, the settings in which the runs differ, and totals
-of each run. Runs that differ only in their seed are averaged in one row. Runs with different settings are never
-averaged. --runs prints a row for each run instead. The command names each run that it cannot read.
+Print one table of all runs below DIR. The columns are the metric (for example, the accuracy), the cost, the settings in
+which the runs differ, and the totals of each run. Runs that differ only in their seed are averaged in one row. Runs
+with different settings are never averaged. --runs prints a row for each run instead. Runs that cannot be read are
+listed below the table.
 
 The terminal shows only the columns that fit. --columns selects other columns. CSV and JSON contain all columns.
 
@@ -35,7 +36,9 @@ The terminal shows only the columns that fit. --columns selects other columns. C
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table of the runs in a folder."""
     parser = argparse.ArgumentParser(prog="efficient-ft collect", description=DESCRIPTION, formatter_class=Help)
-    parser.add_argument("folder", type=Path, nargs="?", metavar="DIR", help="folder of runs (default: list runs)")
+    parser.add_argument(
+        "folder", type=Path, nargs="?", metavar="DIR", help="folder of runs; without DIR, runs are listed"
+    )
     parser.add_argument("--runs", action="store_true", help="print one row for each run, without averaging")
     add_form_option(parser)
     add_columns_option(parser)

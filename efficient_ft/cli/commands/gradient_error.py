@@ -29,31 +29,46 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the study, print its tables, and write the results as JSON if `--json` is given."""
     program = "efficient-ft gradient-error"
     parser = argparse.ArgumentParser(prog=program, description=DESCRIPTION, formatter_class=Help, allow_abbrev=False)
-    parser.add_argument("--weights", type=Path, required=True, help="trained weights in timm's names")
-    parser.add_argument(
-        "--images", type=Path, required=True, help="folder of held-out images (FOLDER/CLASS/*, classes in sorted order)"
-    )
+    weights = "trained weights with timm's parameter names"
+    parser.add_argument("--weights", type=Path, required=True, metavar="FILE", help=weights)
+    images = "folder of held-out images (FOLDER/CLASS/*, classes in sorted order)"
+    parser.add_argument("--images", type=Path, required=True, metavar="FOLDER", help=images)
     parser.add_argument("--model", default="vit_micro", help="timm name of the network (default: vit_micro)")
     side = integer(1, LARGEST_SIDE)
-    parser.add_argument("--sizes", type=side, nargs="+", default=[28, 32, 56], help="image sizes in pixels")
     parser.add_argument(
-        "--orders", type=count, nargs="+", default=[4, 6], help="orders of the LP_L1 bases, which determine the cost"
+        "--sizes",
+        type=side,
+        nargs="+",
+        default=[28, 32, 56],
+        metavar="N",
+        help="image sizes in pixels (default 28 32 56)",
     )
-    parser.add_argument("--batch", type=count, default=64, help="batch size")
-    parser.add_argument("--batches", type=count, default=4, help="number of disjoint batches to measure")
-    parser.add_argument("--profile-batches", type=count, default=4, help="number of other batches for LHE")
-    parser.add_argument("--headroom", action="store_true", help="also measure bases calibrated on gradients")
-    parser.add_argument("--finetune", type=Path, help="also measure during fine-tuning on FOLDER/train, FOLDER/test")
-    parser.add_argument("--finetune-steps", type=count, default=200)
-    parser.add_argument("--finetune-batch", type=count, default=16)
-    parser.add_argument("--finetune-lr", type=_rate, default=3e-4)
     parser.add_argument(
-        "--finetune-batches",
+        "--orders",
         type=count,
-        default=2,
-        help="number of disjoint batches to measure in each state",
+        nargs="+",
+        default=[4, 6],
+        metavar="N",
+        help="orders of the LP_L1 bases, which determine the cost (default 4 6)",
     )
-    parser.add_argument("--seed", type=seed, default=0)
+    parser.add_argument("--batch", type=count, default=64, metavar="N", help="batch size (default 64)")
+    parser.add_argument(
+        "--batches", type=count, default=4, metavar="N", help="number of disjoint batches to measure (default 4)"
+    )
+    profile = "number of separate batches for selecting the bases of LHE (default 4)"
+    parser.add_argument("--profile-batches", type=count, default=4, metavar="N", help=profile)
+    parser.add_argument("--headroom", action="store_true", help="also measure bases calibrated on gradients")
+    finetune = "also measure on the images of FOLDER/test during fine-tuning on FOLDER/train"
+    parser.add_argument("--finetune", type=Path, metavar="FOLDER", help=finetune)
+    steps = "number of fine-tuning steps (default 200)"
+    parser.add_argument("--finetune-steps", type=count, default=200, metavar="N", help=steps)
+    batch = "batch size of fine-tuning (default 16)"
+    parser.add_argument("--finetune-batch", type=count, default=16, metavar="N", help=batch)
+    rate = "learning rate of fine-tuning (default 3e-4)"
+    parser.add_argument("--finetune-lr", type=_rate, default=3e-4, metavar="LR", help=rate)
+    batches = "number of disjoint batches to measure in each state of fine-tuning (default 2)"
+    parser.add_argument("--finetune-batches", type=count, default=2, metavar="N", help=batches)
+    parser.add_argument("--seed", type=seed, default=0, help="random seed (default 0)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     add_columns_option(parser)
     settings = vars(parser.parse_args(arguments))

@@ -27,7 +27,7 @@ Find a learning rate with a learning rate range test (Smith 2017, arXiv:1506.011
 The test trains like a run with the same settings, but the learning rate grows exponentially from --from to --to. The
 test stops when the loss diverges. It ignores optim.lr, optim.schedule and optim.warmup_steps, and applies all other
 settings. The test suggests a learning rate, prints the command of the run, and writes lr_test.png, lr_test.csv and
-lr_test.json. It changes no run folder.
+lr_test.json. It does not change run folders.
 """
 
 #: Fewest and most steps of a test.
@@ -39,9 +39,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="efficient-ft lr", description=DESCRIPTION, formatter_class=Help)
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings of the run")
     number = integer(_FEWEST, _MOST)
-    parser.add_argument("--steps", type=number, default=100, metavar="N", help="optimizer steps (default 100)")
-    parser.add_argument("--from", type=_rate, default=1e-6, metavar="LR", dest="lowest", help="default 1e-6")
-    parser.add_argument("--to", type=_rate, default=1.0, metavar="LR", dest="highest", help="default 1")
+    parser.add_argument(
+        "--steps", type=number, default=100, metavar="N", help="number of optimizer steps (default 100)"
+    )
+    parser.add_argument(
+        "--from", type=_rate, default=1e-6, metavar="LR", dest="lowest", help="first learning rate (default 1e-6)"
+    )
+    parser.add_argument(
+        "--to", type=_rate, default=1.0, metavar="LR", dest="highest", help="last learning rate (default 1)"
+    )
     parser.add_argument("--out", type=Path, metavar="DIR", help="output folder (default outputs/lr_tests/...)")
     options = parser.parse_intermixed_args(arguments)
     check_settings(options.settings)

@@ -44,8 +44,8 @@ recipes on random images. It runs a few steps of the recommended recipe in a sep
 of the run are available, it compares the gradients of inexact recipes with the exact gradients.
 
 The plan recommends the fastest recipe from the best class that contains recipes within all limits. The classes, from
-best to worst, are 'exact', 'near exact', 'approximate' and 'trains a part'. A run with the setting memory= stops
-before it exceeds the budget.
+best to worst, are 'exact', 'near exact', 'approximate' and 'trains a part'. A run with memory=SIZE is stopped if its
+memory exceeds the budget.
 """
 
 #: Settings that only the plan command accepts.

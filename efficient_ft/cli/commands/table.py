@@ -17,7 +17,7 @@ from efficient_ft.cli.hydra.jobs import Job, command, finished, not_read, run_jo
 from efficient_ft.cli.hydra.rows import check_settings, merged, of_tasks
 from efficient_ft.cli.hydra.variants import folder_of
 from efficient_ft.cli.terminal import Help, add_columns_option, add_form_option, words
-from efficient_ft.core.errors import SettingError, UserError
+from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import DATA, Cell, Column, render
 from efficient_ft.core.terminal import show
 from efficient_ft.core.text import paragraph
@@ -250,7 +250,10 @@ def _jobs(runs: Sequence[CellRun]) -> list[Job]:
     folders = [job.folder for job in jobs]
     if len(set(folders)) < len(folders):
         same = next(job.title for job in jobs if folders.count(job.folder) > 1)
-        raise SettingError("settings", f"settings that make {same} equal to another run", "such that all runs differ")
+        raise UserError(
+            f"With these settings, the run {same} is identical to another run. Remove the settings that replace the"
+            " differences between the runs."
+        )
     return jobs
 
 

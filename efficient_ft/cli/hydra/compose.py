@@ -192,8 +192,9 @@ def _unreadable(text: str) -> UserError:
     inner = value.strip("'\"")
     forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
     readable = next((form for form in forms if _is_readable(form)), None)
-    do = "" if readable is None else f". Quote the value: {shlex.quote(readable)}"
-    return UserError(f"{text}: the value contains special characters{do}")
+    if readable is None:
+        return UserError(f"{text}: the argument cannot be parsed. Use the form KEY=VALUE. See --help.")
+    return UserError(f"{text}: the value contains special characters. Quote the value: {shlex.quote(readable)}")
 
 
 def _is_readable(text: str) -> bool:
@@ -233,6 +234,6 @@ def _composed(loader: ConfigLoader, name: str, job: tuple[str, ...], sweep: bool
         raise UserError(f"evaluate={config.evaluate} is only allowed on the command line. Remove this setting.")
     refuse_data(parsed, config)
     if any(one.batch_size_selected for one in data_configs(config)):
-        do = "To let the run select the batch size, set data.batch_size=auto."
-        raise SettingError("data.batch_size_selected", "true", "left out, because a run writes this setting", do)
+        do = "A run writes this setting. To let the run select the batch size, set data.batch_size=auto."
+        raise SettingError("data.batch_size_selected", "true", "left out", do)
     return ComposedJob(job, config, written)

@@ -32,11 +32,7 @@ def evaluation(loader: ConfigLoader, name: str, parsed: Sequence[Override]) -> C
         return None
     run = Path(str(runs[-1]))
     if not (run / "model.safetensors").is_file():
-        reason = (
-            "the folder has no model.safetensors, because no epoch was finished"
-            if run.is_dir()
-            else "the folder does not exist"
-        )
+        reason = "the folder contains no model.safetensors" if run.is_dir() else "the folder does not exist"
         raise UserError(f"{run}: {reason}. {PASS_A_RUN}")
     settings = read_config(run, PASS_A_RUN, USE_ITS_VERSION).model_dump(mode="json")
     groups = [override for override in parsed if loader.get_group_options(override.key_or_group)]

@@ -96,7 +96,7 @@ def _new_argument(name: str, line: str, forms: str | None = None) -> UserError:
 
     if name in SET_ELSEWHERE:
         return UserError(f"{line}: timm's argument {name} cannot be set in model.kwargs. {SET_ELSEWHERE[name]}")
-    return UserError(f"{line}: a new argument of the network requires a plus. Use {forms or f'+{line}'}")
+    return UserError(f"{line}: a new argument of the network requires a plus sign. Use {forms or f'+{line}'}")
 
 
 def _given_whole(loader: ConfigLoader, known: DictConfig, override: Override) -> UserError | None:
@@ -230,7 +230,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
                 f" If only some runs of a sweep use {missing}, define the runs as rows of an experiment."
             )
         if present == "method":
-            return SettingError("method", missing, methods, f"(in {line})")
+            return SettingError("method", missing, methods, f"The argument is {line}.")
         if present == "model.kwargs":
             return _new_argument(missing, line)
         if key in setting_names():

@@ -144,7 +144,7 @@ def _check_setting(known: DictConfig, key: str, value: Any, new: bool) -> None:
         if new:
             return
         if OmegaConf.is_dict(node) and OmegaConf.get_type(node) is dict and not node.keys():
-            raise UserError(f"{key}={show(value)}: a new name requires a plus. Use +{key}={show(value)}")
+            raise UserError(f"{key}={show(value)}: a new name requires a plus sign. Use +{key}={show(value)}")
         names = [str(one) for one in node] if OmegaConf.is_dict(node) else []
         raise UnknownSetting(f"{present}.{missing}", value, names)
     if isinstance(node, DictConfig) and isinstance(value, dict) and value:

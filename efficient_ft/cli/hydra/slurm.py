@@ -47,7 +47,12 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
         )
     ((nodes, devices, accelerator),) = shapes
     if devices == "auto":
-        raise SettingError("trainer.devices", "auto", "an integer >= 1 with trainer=slurm", "Slurm needs the number.")
+        raise SettingError(
+            "trainer.devices",
+            "auto",
+            "an integer >= 1 with trainer=slurm",
+            "Slurm requires the number of processes per node.",
+        )
     asked = [f"hydra.launcher.nodes={nodes}", f"hydra.launcher.tasks_per_node={devices}"]
     if accelerator != "cpu":
         asked.append(f"hydra.launcher.gpus_per_node={devices}")

@@ -24,8 +24,8 @@ changes a setting, for example data.root=DIR or trainer.accelerator=cpu.
     efficient-ft evaluate -m RUN,RUN data.root=DIR      evaluate several runs
 """,
     COST: """\
-Count the memory and FLOPs of a training step and measure its time, without training. The command requires neither data
-nor weights. It accepts the settings of a run (see efficient-ft --help). -m sweeps over comma-separated values.
+Count the memory and FLOPs of a training step. The command requires neither data nor weights, and measures no times. It
+accepts the settings of a run (see efficient-ft --help). -m sweeps over comma-separated values.
 
     efficient-ft cost method=lbp_dct model=deit_small
     efficient-ft cost -m method=full,lora,bsr model=deit_small

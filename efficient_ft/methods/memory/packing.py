@@ -261,12 +261,15 @@ class ActivationPacking(PartwiseMethod):
         ]
         if finer:
             notes.append(
-                f"q, k, v and softmax are saved in 8 bits where position networks are trained ({within(finer)})"
+                "q, k, v and softmax are saved in 8 bits, because a trained network computes the attention bias"
+                f" ({within(finer)})"
             )
         kept = _dense_bytes(model, view, packing)
         named = [f"{name} {format_bytes(size)}" for name, size in sorted(kept.items(), key=lambda x: -x[1])]
         if named:
-            notes.append(f"operations without packing save the following memory per image: {', '.join(named)}")
+            notes.append(
+                f"operations that do not support packing save the following memory per image: {', '.join(named)}"
+            )
         return tuple(notes)
 
 

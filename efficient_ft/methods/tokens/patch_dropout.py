@@ -66,8 +66,8 @@ class PatchDropout(TokenMethod):
 
     In each training step, the first block receives the fraction ``keep_rate`` of the patch tokens of each image.
     Absolute position embeddings are added before tokens are dropped. Rotary position embeddings are selected for the
-    remaining tokens. The subset is sampled uniformly for each image. Prefix
-    tokens (class token, distillation token, registers) are always kept. In evaluation, all patches are used.
+    remaining tokens. The subset is sampled uniformly for each image. Prefix tokens (class token, distillation token,
+    registers) are always kept. In evaluation, all patches are used.
 
     Like dropout masks, the subset is sampled with torch's default generator. A run seeds this generator with (seed,
     rank, batch), so that a resumed run samples the same patches. The kept tokens still have grid positions. Therefore,

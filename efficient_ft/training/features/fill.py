@@ -52,7 +52,11 @@ def fill_features(config: Config) -> RunFeatures:
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
     session = MethodSession(network, build_methods(config), config.model.frozen_bn).apply()
-    prefix = run_prefix(config, network, session.methods)
+    try:
+        prefix = run_prefix(config, network, session.methods)
+    except UserError as error:
+        do = "Use a method that trains only the last part of the network, for example method=last_stage."
+        raise UserError(f"Features cannot be stored. {error} {do}") from None
     if kind.supports("prefix"):
         set_form(config, images, prefix, device)
     features = run_features(config, images, prefix, config.trainer.views, device)

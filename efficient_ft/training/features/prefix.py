@@ -156,7 +156,9 @@ def _read_choice(file: Path) -> PrefixReport:
             return report
     except (OSError, ValueError, TypeError, LookupError, AttributeError):
         pass
-    raise UserError(f"{file} is damaged. Remove this file to choose the form again, or start a new run. {START_AGAIN}")
+    raise UserError(
+        f"{file} is damaged. Remove this file to select the form of the prefix again, or start a new run. {START_AGAIN}"
+    )
 
 
 def run_prefix(config: Config, network: nn.Module, methods: Sequence[Method]) -> FrozenPrefix:
@@ -232,8 +234,8 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
     shown = {Form.FP32: "unchanged"} if dtype is not None else {}
     times = ", ".join(f"{format_seconds(value)} ({shown.get(Form(form), form)})" for form, value in seconds.items())
     say(
-        f"trainer.prefix=auto: '{shown.get(prefix.form, prefix.form)}' up to {prefix.end}. Features deviate from fp32"
-        f" by {format_percent(deviation[prefix.form])}. Times for {len(batch)}: {times}."
+        f"trainer.prefix=auto: the layers up to {prefix.end} use '{shown.get(prefix.form, prefix.form)}'. Their output"
+        f" deviates from fp32 by {format_percent(deviation[prefix.form])}. Times for {len(batch)} samples: {times}."
     )
     return {**_form_report(prefix), "seconds": seconds, "deviation": deviation}
 

@@ -61,7 +61,8 @@ def image_files(paths: Sequence[Path], names: Sequence[str]) -> Iterator[Item]:
         elif path.is_file():
             yield Item(path, plain_line(str(short_path(path))), _label((path.parent.name,), tuple(names)))
         else:
-            raise UserError(f"{path}: {'the path is not a file or folder' if path.exists() else 'no such file'}.")
+            why = "the path is not a file or folder" if path.exists() else "there is no such file or folder"
+            raise UserError(f"{path}: {why}. Pass image files or folders of images.")
 
 
 @cache

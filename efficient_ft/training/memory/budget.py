@@ -304,7 +304,7 @@ def _what_fits(config: Config, predictor: Predictor, budget: int) -> str:
     for start in (config, *kind_of(config).smaller_inputs(config)):
         fits = fitting(start, predictor, budget)
         if fits is not None:
-            return f"{_changes(config, fits)} would fit. {plan}"
+            return f"With {_changes(config, fits)}, the run is predicted to fit. {plan}"
     return plan
 
 

@@ -27,7 +27,7 @@ from efficient_ft.models.factory import read_state_dict
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
 from efficient_ft.record.files import write_atomically
-from efficient_ft.record.formats import OtherVersionError
+from efficient_ft.record.formats import PASS_A_RUN, OtherVersionError
 from efficient_ft.training.kinds.base import Trained
 from efficient_ft.training.kinds.registry import kind_named
 
@@ -135,7 +135,7 @@ def load(run: Path, task: str | None = None) -> Trained:
     added = [_noted_method(file, part) for part in about.added]
     tasks = about.class_names if isinstance(about.class_names, dict) else {}
     if task is not None and task not in tasks:
-        has = f"its tasks are {', '.join(tasks)}" if tasks else "the run used a single data set"
+        has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on a single data set"
         raise UserError(f"The run {run} has no task {task}: {has}.")
     kind = kind_named(about.task)
     names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
@@ -207,8 +207,8 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
     """Read the metadata of `file`, which is the model.safetensors file of `run`."""
     if not file.is_file():
         if not run.exists():
-            raise UserError(f"{run}: the folder does not exist. Pass the run folder printed at the end of training.")
-        raise UserError(f"The folder {run} contains no {NAME}, because no epoch was finished.")
+            raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
+        raise UserError(f"The folder {run} contains no {NAME}. Pass the folder of a run that has finished an epoch.")
     try:
         with safe_open(file, "pt") as opened:
             about = dict(opened.metadata() or {})

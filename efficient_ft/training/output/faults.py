@@ -38,7 +38,7 @@ def require_folder(folder: Path) -> None:
     if not (folder / config_file.NAME).is_file():
         raise UserError(
             f"{folder} is no longer the folder of this run: the folder was removed, moved or replaced during the run."
-            " No files were written to another place. If you move the folder back, the same command continues the run."
+            " No files were written elsewhere. If you move the folder back, the same command continues the run."
             " Otherwise, the same command starts the run again."
         )
 

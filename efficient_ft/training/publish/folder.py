@@ -92,7 +92,7 @@ def export_run(options: ExportOptions) -> tuple[Path, list[str]]:
     out = options.out or place / f"export_{options.to}"
     refuse_link(out)
     if out.exists():
-        raise UserError(f"The folder {out} exists. Remove it, or choose another folder with --out DIR.")
+        raise UserError(f"The folder {out} already exists. Remove the folder, or choose another folder with --out DIR.")
     form.require_packages()
     trained = export.load(options.run, options.task)
     if trained.tasks and options.task is None:
@@ -363,7 +363,7 @@ def load(run: Path, task: str | None = None, note: Callable[[str], object] = lam
     if file.suffix != ".onnx":
         return export.load(run, task)
     if not file.is_file():
-        raise UserError(f"{file}: no such file.")
+        raise UserError(f"{file}: the file does not exist. Pass an exported folder or its ONNX file.")
     network, metadata = onnx.open(file)
     if "architecture" not in metadata or "class_names" not in metadata:
         raise UserError(
