@@ -344,7 +344,7 @@ class Method(ABC):
                 reverse order of application.
 
         Raises:
-            UserError: If another method that must be removed before this method is still applied.
+            UserError: If the method is not applied to `model`, or if another method must be removed first.
         """
         check_removal(self, model)
         fresh = vars(type(self)(**self.settings()))

@@ -120,7 +120,9 @@ def _check_against(method: _Method, mark: Mark, model: str) -> None:
 
 
 def check_removal(method: _Method, model: nn.Module) -> None:
-    """Raise UserError if another method that must be removed before `method` is still applied to `model`."""
+    """Raise UserError if `method` is not applied to `model`, or if another method must be removed first."""
+    if all(mark.key != method.state_key for mark in marks_of(model)):
+        raise UserError(f"method {method.name}: the method is not applied to this model, so it cannot be removed.")
     after = frozenset().union(*(MUST_COME_BEFORE.get(axis, frozenset()) for axis in method.axes))
     for mark in marks_of(model):
         if mark.key != method.state_key and after & set(mark.axes):

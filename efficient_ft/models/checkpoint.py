@@ -27,6 +27,8 @@ _FORMS = "a complete weights file (.safetensors, .npz for the ViT family, or .pt
 _OTHER_FILES = (
     (rb"version https://git-lfs", "The file is a Git LFS pointer. Run git lfs pull to download the weights"),
     (rb"\s*<(!doctype|html|\?xml)", "The file is a web page, so the download has failed. Download the weights again"),
+    (rb"\xff\xd8\xff|\x89PNG|GIF8|BM..\0\0|RIFF....WEBP", "The file is an image. Pass a file of weights"),
+    (rb"%PDF", "The file is a PDF document. Pass a file of weights"),
     (rb"\x89HDF", "The file is an HDF5 file, for example from Keras. Convert the file to PyTorch's names first"),
     (rb"GGUF", "The file is a GGUF file. Use the original weights instead"),
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "The file is a compressed archive. Unpack the archive first"),

@@ -112,6 +112,16 @@ def test_what_others_build_on_is_not_removed_below_them() -> None:
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_a_method_is_removed_only_from_a_model_to_which_it_is_applied() -> None:
+    model, method = model_of("vit"), LoRA(2)
+    method.apply(model)
+    with pytest.raises(UserError, match="method lora: the method is not applied to this model"):
+        method.remove(model_of("vit"))
+    method.remove(model)
+    with pytest.raises(UserError, match="method lora: the method is not applied to this model"):
+        method.remove(model)
+
+
 class Named(Method):
     """A method with two conflicts: a method name and an axis."""
 

@@ -398,6 +398,8 @@ def test_a_whole_model_is_refused_with_the_way_out(tmp_path: Path, nested: bool)
     [
         (b"", "The file is empty"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
+        (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "The file is an image"),
+        (b"%PDF-1.7\n", "The file is a PDF document"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b'{"weight_map": {}}', "shards"),

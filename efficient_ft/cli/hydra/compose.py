@@ -191,6 +191,11 @@ def _unreadable(text: str) -> UserError:
     key = key.lstrip("'\"")
     inner = value.strip("'\"")
     forms = [f'{key}="{inner}"', f"{key}='{inner}'", f"{key}={json.dumps(inner)}"]
+    if value.startswith("=") and _is_readable(f"{key}{value}"):
+        return UserError(f"{text}: the argument contains two equals signs. Use {shlex.quote(key + value)}")
+    for opening, closing in ("[]", "{}"):
+        if value.startswith(opening) and value.count(opening) != value.count(closing):
+            return UserError(f"{text}: the brackets {opening}{closing} do not match. Add or remove a bracket.")
     readable = next((form for form in forms if _is_readable(form)), None)
     if readable is None:
         return UserError(f"{text}: the argument cannot be parsed. Use the form KEY=VALUE. See --help.")

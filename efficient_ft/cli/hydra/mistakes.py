@@ -233,7 +233,7 @@ def explained(loader: ConfigLoader, name: str, parsed: Sequence[Override], error
             return SettingError("method", missing, methods, f"The argument is {line}.")
         if present == "model.kwargs":
             return _new_argument(missing, line)
-        if key in setting_names():
+        if any(name == key or name.startswith(f"{key}.") for name in setting_names()):
             if override.is_delete():
                 return UserError(f"{line}: the selected options do not have this setting. Remove this argument.")
             # The schema contains the setting, but the selected option does not. `check` explains the reason.
