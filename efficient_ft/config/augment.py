@@ -83,7 +83,8 @@ def check_augment(key: str, augment: AugmentConfig) -> None:
         value, default = getattr(augment, name), AugmentConfig.model_fields[name].default
         if value != default and policy != "randaugment":
             allowed = f"left out with {key}.augment.policy={policy}"
-            raise SettingError(f"{key}.augment.{name}", value, allowed, "Only RandAugment has this setting.")
+            do = f"Only RandAugment has this setting ({key}.augment.policy=randaugment)."
+            raise SettingError(f"{key}.augment.{name}", value, allowed, do)
     if augment.mix_prob != 1 and not (resolved(augment).mixup or resolved(augment).cutmix):
         do = f"Set {key}.augment.mixup or {key}.augment.cutmix to mix batches."
         raise SettingError(f"{key}.augment.mix_prob", augment.mix_prob, "left out without MixUp and CutMix", do)

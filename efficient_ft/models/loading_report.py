@@ -83,7 +83,7 @@ class LoadingReport:
         for reason, names in groups.items():
             most = [name for name, _ in names.most_common(2)]
             parts.append(f"{names.total()} {reason} ({', '.join(most)}{', …' * (len(names) > 2)})")
-        return f"Left out: {'; '.join(parts)}."
+        return f"Not loaded: {'; '.join(parts)}."
 
 
 def set_loading_report(model: nn.Module, report: LoadingReport) -> nn.Module:

@@ -160,7 +160,8 @@ def test_an_autoencoder_gives_its_encoder(tmp_path: Path, weights: State, caplog
     model = load(tmp_path / "mae.pth", held, 5)
     assert_equal(backbone(model), {k: v for k, v in weights.items() if not k.startswith("head.")})
     assert (
-        "Left out: 48 not part of the model (decoder_blocks.*); 1 not used by timm's model (mask_token)." in caplog.text
+        "Not loaded: 48 not part of the model (decoder_blocks.*); 1 not used by timm's model (mask_token)."
+        in caplog.text
     )
     lines = [record.getMessage() for record in caplog.records if "Weights" in record.getMessage()]
     assert lines == [f"Weights: 30 of 32 tensors from {tmp_path / 'mae.pth'} (key 'model')."]

@@ -204,7 +204,9 @@ def _check(config: Config) -> None:
         do = "The length of a run is not known in advance. For example, use optim.warmup_steps=20."
         raise SettingError("optim.warmup_steps", "null", "an integer in a search", do)
     if config.tasks:
-        raise SettingError("tasks", ", ".join(config.tasks), "none in a search")
+        raise SettingError(
+            "tasks", ", ".join(config.tasks), "left out in a search", "A search trains one data set: data=OPTION."
+        )
     if config.data.select_best_on != "val":
         raise SettingError(
             "data.select_best_on", "test", "val in a search", "Recipes are compared on validation images."

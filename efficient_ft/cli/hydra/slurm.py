@@ -44,6 +44,7 @@ def submission(arguments: Sequence[str], configs: Sequence[Config]) -> list[str]
             "trainer.num_nodes, trainer.devices and trainer.accelerator",
             " and ".join(" ".join(map(str, shape)) for shape in sorted(shapes, key=str)),
             "equal in all jobs of a sweep with trainer=slurm",
+            "Start a separate sweep for each combination.",
         )
     ((nodes, devices, accelerator),) = shapes
     if devices == "auto":
