@@ -431,7 +431,7 @@ def test_every_usual_normalization_is_packed() -> None:
     for name in ("vit", "resnet", "swinv2", "efficientformer", "mobilenet"):
         report = BackRazor().apply(model_of(name))
         assert all(why.reason != Reason.UNPACKED_OPERATION for why in report.skipped.values())
-        assert all("position network" in note for note in report.notes), report.notes
+        assert all("attention bias" in note for note in report.notes), report.notes
 
 
 @pytest.mark.first(1, "exhaustive")

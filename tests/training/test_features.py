@@ -372,11 +372,12 @@ def test_a_form_where_nothing_is_frozen_is_refused_and_auto_says_so(
     tmp_path: Path, small: Callable[..., Config], capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings: dict[str, Any] = {"method": {"full": {}}, "trainer__cache_features": "off"}
-    with pytest.raises(UserError, match=r"trainer\.prefix=folded: No part .* Use trainer\.prefix=fp32, or a method"):
+    with pytest.raises(UserError, match=r"folded: The network has no frozen prefix .* Use trainer\.prefix=fp32"):
         run(small(**settings, trainer__prefix="folded"), tmp_path / "refused")
     results = run(small(**settings, trainer__prefix="auto"), tmp_path / "auto")
     assert "prefix" not in results
-    assert "The network is not changed (trainer.prefix=auto): No part" in " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "The network is not changed (trainer.prefix=auto): The network has no frozen prefix" in printed
 
 
 @pytest.mark.parametrize(
