@@ -126,7 +126,7 @@ def _compared(names: Sequence[str], costs: Sequence[str]) -> Dots:
     points = [{**studies.point(STUDY, row), "time": _time(row)} for row in names if row in finished]
     full = next(one for one in points if one["row"] == "full")
     front = {one["row"] for cost in costs for one in studies.front(points, cost)}
-    scales = [Scale("test accuracy, %", (55, 65, 75, 85)), *(SHARES[cost] for cost in costs)]
+    scales = [Scale("test accuracy, %", (50, 60, 70, 80, 90)), *(SHARES[cost] for cost in costs)]
     rows = []
     for one in sorted(points, key=lambda one: -one["accuracy"]):
         color = TEXT if one["row"] == "full" else BLUE if one["row"] in front else GRAY
