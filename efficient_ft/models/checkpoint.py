@@ -33,6 +33,7 @@ _OTHER_FILES = (
     (rb"GGUF", "The file is a GGUF file. Use the original weights instead"),
     (rb"\x1f\x8b|BZh|7z\xbc|\xfd7zXZ|Rar!", "The file is a compressed archive. Unpack the archive first"),
     (rb"\s*\{[^\0]*$", "The file is a JSON file. Merge the shards that the file lists into one .safetensors file"),
+    (rb"[\t\n\r -~]+$", "The file is a text file. Pass a file of weights"),
 )
 #: Pattern for the names of other files that the Transformers trainer and Accelerate store next to the weights.
 _NO_WEIGHTS = re.compile(r"(optimizer|scheduler|scaler|training_args|rng_state|random_states|sampler)[\w.-]*$")

@@ -29,9 +29,9 @@ With ``steps: N`` in ``tune``, each run of the search is paused after N optimize
 schedule of the whole run, and its accuracy is that of the best epoch so far. A finished run counts in the search with
 its epochs up to this step.
 
-The search compares single runs. With ``finalists: {full: [1.0e-4, 3.0e-4]}`` in ``tune``, the row ``full`` is run at
-these values with every seed, and the value with the highest mean accuracy is reported. This is useful for the row with
-which all other rows are compared.
+The search compares single runs. With ``finalists: {full: [1.0e-4, 3.0e-4]}`` in ``tune``, the row ``full`` is run with
+every seed at these values and at the best value of the search. The value with the highest mean accuracy is reported.
+This is useful for the row with which all other rows are compared.
 
 The search also uses records that differ from the study only in the settings that are listed under ``ignore`` in
 ``tune``. For example, with ``ignore: [trainer.precision]``, a study in fp32 can use a search in bf16, but reports only
@@ -277,24 +277,30 @@ class Records:
         return [row for row in new if not self.starts.has(row, self.tested(row))]
 
     def seed_runs(self, rows: Iterable[str]) -> list[StudyRun]:
-        """Return the runs of each tuned row at the best value and at the finalists, one for each seed."""
-        finalists = self.study.tune.finalists
-        best = {row: self.best_value(row) for row in rows}
-        values = {row: finalists.get(row, [value]) for row, value in best.items() if value is not None}
+        """Return the runs of each tuned row at the best value of the search and at the finalists, one for each seed."""
+        values = {row: self.finalists(row) for row in rows}
         # The outer loop is over seeds, so that an interrupted study compares all rows over the same seeds.
         return [self.run(row, value, seed) for seed in self.study.seeds for row in values for value in values[row]]
+
+    def finalists(self, row: str) -> list[float]:
+        """Return the values of `row` that are run with every seed.
+
+        The list contains the best value of the search and the finalists of the study. It is empty if the row is not
+        tuned yet or all of the runs diverged.
+        """
+        best, missing = self._search(row)
+        return [] if missing or best is None else sorted({best, *self.study.tune.finalists.get(row, ())})
 
     def best_value(self, row: str) -> float | None:
         """Return the most accurate value of `row`, or None if the row is not tuned yet or all of the runs diverged.
 
-        If all finalists of the row have finished, the result is the finalist with the highest mean accuracy.
+        If there are several finalists and all of their runs have finished, their mean accuracies are compared.
         """
-        best, missing = self._search(row)
-        if missing or best is None:
-            return None
-        means = {value: self._mean(row, value) for value in self.study.tune.finalists.get(row, ())}
-        finished = {value: mean for value, mean in means.items() if mean is not None}
-        return max(finished, key=lambda value: finished[value]) if finished and len(finished) == len(means) else best
+        values = self.finalists(row)
+        means = {value: mean for value in values if (mean := self._mean(row, value)) is not None}
+        if len(values) > 1 and len(means) == len(values):
+            return max(means, key=lambda value: means[value])
+        return self._search(row)[0] if values else None
 
     def _mean(self, row: str, value: float) -> float | None:
         """Return the mean accuracy over the seeds, or None if a run is missing.

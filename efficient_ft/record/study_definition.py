@@ -50,7 +50,7 @@ class Tune(_Strict):
     ignore: list[str] = []
     start: Literal["middle", "lr_test"] = "middle"
     steps: Annotated[StrictInt, Field(ge=1)] | None = None
-    finalists: dict[str, Annotated[list[float], Field(min_length=2)]] = {}
+    finalists: dict[str, Annotated[list[float], Field(min_length=1)]] = {}
 
     @pydantic.field_validator("values", mode="before")
     @classmethod

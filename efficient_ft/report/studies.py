@@ -116,11 +116,11 @@ def notes(records: Records, rows: Sequence[str]) -> list[str]:
         lost = [run.seed for run in runs if run.value == best and "diverged" in (records.find(run) or {})]
         if lost:
             said.append(f"The row {row} diverged at its best value with seed {', '.join(map(str, lost))}.")
-    for row in (row for row in tune.finalists if row in rows):
-        values = " and ".join(map(shown, tune.finalists[row]))
-        runs = records.seed_runs([row])
-        done = "is" if runs and all(map(records.find, runs)) else "will be"
-        said.append(f"The value of {row} {done} selected from {values} by the mean accuracy over all seeds.")
+    for row in rows:
+        if len(values := records.finalists(row)) > 1:
+            done = "is" if all(map(records.find, records.seed_runs([row]))) else "will be"
+            listed = " and ".join(map(shown, values))
+            said.append(f"The value of {row} {done} selected from {listed} by the mean accuracy over all seeds.")
     fewer = [row for row in rows if row not in (*waiting, *diverged) and len(records.finished(row)) < len(seeds)]
     if fewer:
         said.append(f"These rows have results for fewer than {len(seeds)} seeds: {', '.join(fewer)}.")

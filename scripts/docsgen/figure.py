@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,30 +113,7 @@ def time_memory() -> Dots:
     return Dots(scales, rows, KINDS)
 
 
-#: Study of the figures with all methods. The times of its rows are measured in `STEPS`.
-STUDY, STEPS, SEEDS = "deit_tiny_cars49", "cars_steps", 3
-
-
-def _compared(names: Sequence[str], costs: Sequence[str]) -> Dots:
-    """Return the test accuracy of rows of the study on Stanford Cars, and the costs relative to full fine-tuning.
-
-    Rows that do not have results for all seeds yet are left out. The rows on the Pareto front of a cost are blue.
-    """
-    finished = {row for row in names if len(studies.records(STUDY).finished(row)) == SEEDS}
-    points = [{**studies.point(STUDY, row), "time": _time(row)} for row in names if row in finished]
-    full = next(one for one in points if one["row"] == "full")
-    front = {one["row"] for cost in costs for one in studies.front(points, cost)}
-    scales = [Scale("test accuracy, %", (50, 60, 70, 80, 90)), *(SHARES[cost] for cost in costs)]
-    rows = []
-    for one in sorted(points, key=lambda one: -one["accuracy"]):
-        color = TEXT if one["row"] == "full" else BLUE if one["row"] in front else GRAY
-        shares = [100 * one[cost] / full[cost] for cost in costs]
-        rows.append((LABELS["cars"][one["row"]], color, (one["accuracy"], *shares)))
-    legend = {"full fine-tuning": TEXT, "Pareto front of accuracy and a cost": BLUE, "other methods": GRAY}
-    return Dots(scales, rows, legend, (LABELS["cars"]["blocks6+tome16+mesa"],))
-
-
-#: Scales of costs relative to full fine-tuning.
+#: Costs relative to full fine-tuning in the figures of the study on Stanford Cars.
 SHARES = {
     "flops": Scale("FLOPs of the run, %", (0, 25, 50, 75, 100, 125)),
     "saved": Scale("stored activations, % (log)", (1, 3, 10, 30, 100), log=True),
@@ -144,18 +121,37 @@ SHARES = {
 }
 
 
-def _time(row: str) -> float:
-    return records.time(STEPS, LABELS["cars_steps"].get(row, row))
+def _compared(names: Iterable[str]) -> Dots:
+    """Return the test accuracy of rows of the study on Stanford Cars, and the costs relative to full fine-tuning.
+
+    Rows without results for all seeds are omitted. The rows on the Pareto front of accuracy and a cost are blue.
+    """
+    points = [_with_time(row) for row in names if studies.has_all_seeds(studies.CARS, row)]
+    full = next(one for one in points if one["row"] == "full")
+    front = {one["row"] for cost in SHARES for one in studies.front(points, cost)}
+    rows = []
+    for one in sorted(points, key=lambda one: -one["accuracy"]):
+        color = TEXT if one["row"] == "full" else BLUE if one["row"] in front else GRAY
+        shares = [100 * one[cost] / full[cost] for cost in SHARES]
+        rows.append((LABELS["cars"][one["row"]], color, (one["accuracy"], *shares)))
+    scales = [Scale("test accuracy, %", (50, 60, 70, 80, 90)), *SHARES.values()]
+    legend = {"full fine-tuning": TEXT, "Pareto front of accuracy and a cost": BLUE, "other methods": GRAY}
+    return Dots(scales, rows, legend, (LABELS["cars"]["blocks6+tome16+mesa"],))
+
+
+def _with_time(row: str) -> dict[str, Any]:
+    time = records.time("cars_steps", LABELS["cars_steps"].get(row, row))
+    return {**studies.point(studies.CARS, row), "time": time}
 
 
 def first_screen() -> Dots:
     """Return accuracy and cost of one row for each method."""
-    return _compared(LABELS["first_screen"], ("flops", "saved", "time"))
+    return _compared(LABELS["first_screen"])
 
 
 def cars_front() -> Dots:
     """Return accuracy and cost of all finished rows of the first block of the study."""
-    return _compared(list(LABELS["cars"]), ("flops", "saved", "time"))
+    return _compared(LABELS["cars"])
 
 
 def study_front() -> Dots:
@@ -231,7 +227,7 @@ def convergence() -> Convergence:
     """Return the mean curves over the seeds of rows of the study on Stanford Cars."""
     rows = {}
     for row, label in LABELS["convergence"].items():
-        runs = [run["curve"] for run in studies.records("deit_tiny_cars49").finished(row) if "curve" in run]
+        runs = [run["curve"] for run in studies.records(studies.CARS).finished(row) if "curve" in run]
         if runs:
             loss, accuracy = ([statistics.fmean(point[key] for point in epoch) for epoch in zip(*runs, strict=True)]
                               for key in ("loss", "accuracy"))  # fmt: skip

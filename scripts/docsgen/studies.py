@@ -17,7 +17,7 @@ from efficient_ft.record.study import NEAR, Records, shown, test_accuracy
 from efficient_ft.report import studies
 
 #: Study in which training only the head is much less accurate than full fine-tuning.
-_CARS = "deit_tiny_cars49"
+CARS = "deit_tiny_cars49"
 
 
 @cache
@@ -44,6 +44,11 @@ def point(name: str, row: str) -> dict[str, Any]:
         "flops": round(runs[0]["totals"]["flops"] / 1e12, 3),
         "saved": round(runs[0]["executed"]["saved_bytes"] / 1024, 2),
     }
+
+
+def has_all_seeds(name: str, row: str) -> bool:
+    """Return True if a row has results for every seed of the study."""
+    return len(records(name).finished(row)) == len(records(name).study.seeds)
 
 
 def half_agrees(name: str) -> str:
@@ -155,15 +160,12 @@ def accuracies_of_seed(name: str, seed: str, *rows: str) -> str:
     return f"{', '.join(numbers)} (seed {seed})"
 
 
-def after_epoch(name: str, epoch: str, key: str, *rows: str) -> str:
-    """Return the training loss or the validation accuracy of each row after an epoch, as the mean over the seeds.
-
-    `key` is ``loss`` or ``accuracy``.
-    """
+def after_epoch(name: str, epoch: str, *rows: str) -> str:
+    """Return the validation accuracy of each row after an epoch, as the mean over the seeds, for use in a sentence."""
     numbers = []
     for row in rows:
-        mean = statistics.fmean(run["curve"][int(epoch) - 1][key] for run in records(name).finished(row))
-        numbers.append(f"`{row}` {mean:.2f}" if key == "loss" else f"`{row}` {100 * mean:.1f} %")
+        mean = statistics.fmean(run["curve"][int(epoch) - 1]["accuracy"] for run in records(name).finished(row))
+        numbers.append(f"`{row}` {100 * mean:.1f} %")
     return ", ".join(numbers)
 
 
@@ -220,7 +222,7 @@ def at_rate(name: str, value: str, *rows: str) -> str:
 def finalists(name: str, row: str) -> str:
     """Show the accuracies of the values of a row that were compared over all seeds."""
     of, lines = records(name), []
-    for value in of.study.tune.finalists[row]:
+    for value in of.finalists(row):
         runs = [run for seed in of.study.seeds if (run := of.find(of.run(row, value, seed))) is not None]
         best = statistics.fmean(100 * run["accuracy"]["best"] for run in runs)
         lines.append([shown(value), f"{best:.2f}", studies.spread(list(map(test_accuracy, runs))), str(len(runs))])
@@ -352,10 +354,10 @@ def recommended() -> str:
         of, full = point(study, row), point(study, "full")
         settings = " ".join(f"'{s}'" if "[" in s else s for s in records(study).study.rows[row])
         costs = [f"{full[cost] / of[cost]:.1f}× fewer".replace("1.0× fewer", "same") for cost in ("flops", "saved")]
-        on_caltech = f"{of['accuracy']:.1f} %" if study != _CARS else "–"
+        on_caltech = f"{of['accuracy']:.1f} %" if study != CARS else "–"
         on_caltech += f" (full: {full['accuracy']:.1f} %)" if "cars" not in one else ""
-        has_cars = "cars" in one and len(records(_CARS).finished(one["cars"])) == len(records(_CARS).study.seeds)
-        on_cars = f"{point(_CARS, one['cars'])['accuracy']:.1f} %" if has_cars else "–"
+        has_cars = "cars" in one and has_all_seeds(CARS, one["cars"])
+        on_cars = f"{point(CARS, one['cars'])['accuracy']:.1f} %" if has_cars else "–"
         rows.append([one["goal"], f"`{settings}`", on_caltech, on_cars, *costs])
     head = ["if you want", "use", "Caltech-101", "Stanford Cars", "FLOPs", "stored bytes"]
     return table(head, rows, left=4)

@@ -1,8 +1,10 @@
-"""Fixtures for data configurations, folders of small images, and published data sets with small files."""
+"""Fixtures for data configurations, folders of small images, label files, and published data sets with small files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import csv
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from efficient_ft.config import DataConfig
 from efficient_ft.data.published import PUBLISHED
+from tests.data.label_files import Write
 from tests.data.pictures import save
 
 
@@ -53,3 +56,25 @@ def change_archives(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         monkeypatch.setitem(PUBLISHED, name, replace(PUBLISHED[name], archives=archives))
 
     return change
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """Write the images of the column `file` and a label file, and return the folder."""
+
+    def make(rows: Sequence[Sequence[Any]], name: str = "labels.csv", header: Sequence[str] = (), **also: Any) -> Path:
+        header = list(header) or ["file", "label"]
+        at = header.index(also.get("image", header[0]))
+        for seed, row in enumerate(rows):
+            path = tmp_path / also.get("folder", "") / f"{row[at]}{also.get('extension', '')}"
+            if str(row[at]) and not path.exists():
+                save(path, seed)
+        with open(tmp_path / name, "w", newline="", encoding="utf-8") as file:
+            if name.endswith(".jsonl"):
+                file.writelines(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows)
+            else:
+                delimiter = "\t" if name.endswith(".tsv") else also.get("delimiter", ",")
+                csv.writer(file, delimiter=delimiter).writerows([header, *rows])
+        return tmp_path
+
+    return make

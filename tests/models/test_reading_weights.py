@@ -401,11 +401,12 @@ def test_a_whole_model_is_refused_with_the_way_out(tmp_path: Path, nested: bool)
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "Git LFS pointer"),
         (b"\xff\xd8\xff\xe0\0\x10JFIF\0", "The file is an image"),
         (b"%PDF-1.7\n", "The file is a PDF document"),
+        (b"404: Not Found\n", "The file is a text file"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (b"\x89HDF\r\n\x1a\n", "HDF5"),
         (b'{"weight_map": {}}', "shards"),
         (b"\x1f\x8b\x08\x00", "compressed archive"),
-        (b"no weights", "The file cannot be read"),
+        (b"\x01\x02no weights\xfe", "The file cannot be read"),
     ],
 )
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])

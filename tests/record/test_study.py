@@ -81,6 +81,18 @@ def test_finalists_are_compared_over_all_seeds(folder: Path) -> None:
     assert records.best_value("full") == 1e-3, "all finalists diverged once"
 
 
+def test_the_best_value_of_the_search_is_a_finalist(folder: Path) -> None:
+    finalists = "seed: 0, finalists: {full: [1.0e-3, 1.0e-3]}}"
+    (folder / "study.yaml").write_text(STUDY.replace("seed: 0}", finalists))
+    records = Records(folder)
+    assert records.finalists("full") == []
+    for run, best in zip(records.tuning_runs(["full"]), (0.5, 0.9), strict=True):
+        records.add(run, results(best))
+    assert records.finalists("full") == [1e-3, 1e-2]
+    assert [(run.value, run.seed) for run in records.seed_runs(["full"])] == [
+        (1e-3, 0), (1e-2, 0), (1e-3, 1), (1e-2, 1)]  # fmt: skip
+
+
 def test_a_record_contains_the_curve_of_its_run(folder: Path) -> None:
     metrics = MetricsFile(folder)
     for epoch in (1, 2):

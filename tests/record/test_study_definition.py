@@ -51,7 +51,7 @@ def test_a_study_that_somebody_sends_calls_no_function(folder: Path, argument: s
         (STUDY.replace("seed: 0}", "seed: 0, steps: 0}"), r"tune\.steps must be an integer >= 1 or null, got 0"),
         (STUDY.replace("0}", "0, finalists: {ful: [1.0e-3, 1.0e-2]}}"), "names ful, but the rows are full, head"),
         (STUDY.replace("0}", "0, finalists: {full: [1.0e-3, 2.0e-3]}}"), r"full contains 0\.002, which is not"),
-        (STUDY.replace("0}", "0, finalists: {full: [1.0e-3]}}"), r"tune\.finalists\.full must be a"),
+        (STUDY.replace("0}", "0, finalists: {full: []}}"), r"tune\.finalists\.full must be a"),
         ("title: a", "settings is missing"),
         (STUDY + "seed: 1", "seed is not an entry of a study. Did you mean 'seeds'"),
         (STUDY + "  1: [method=head]", "rows.1: a name must be a string\\. Put the name in quotes"),
