@@ -37,6 +37,7 @@ IMAGENET = {
     "resnet18.tv_in1k": Published(69.760, 11.69),
     "resnet50.tv_in1k": Published(76.130, 25.56),
     "swinv2_small_window8_256.ms_in1k": Published(83.854, 49.73),
+    "tf_efficientnet_lite0.in1k": Published(74.830, 4.65),
     "vit_base_patch16_224.augreg_in1k": Published(79.154, 86.57),
     # These weights have no ImageNet-1k classifier. The accuracy is that of the same weights after fine-tuning
     # (vit_base_patch16_224.orig_in21k_ft_in1k).
