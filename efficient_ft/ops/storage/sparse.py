@@ -76,7 +76,7 @@ def sparse_pack(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Tensor]:
         exact: If True, the threshold is the (n − K + 1)-th smallest magnitude. Of the values whose magnitude equals the
             threshold, the first values are kept, so that exactly K values are kept. If False, the threshold is
             estimated from a strided subsample of each row (if `uses_sampling` returns True), and only the first K
-            values that reach the threshold are kept.
+            values that reach the threshold are kept. Zeros never reach an estimated threshold.
 
     Returns:
         values: Kept values, (S, K) in the dtype of x. Rows with fewer kept values are padded with zeros.
@@ -126,7 +126,7 @@ def sparse_pack_reference(x: Tensor, kept: int, exact: bool) -> tuple[Tensor, Te
     else:
         sample = bits[:, (torch.arange(SUBSAMPLE) * subsample_stride(n) % n).to(x.device)]
         rank = threshold_rank(kept, n, SUBSAMPLE)
-        keep = bits >= sample.kthvalue(rank + 1, dim=1, keepdim=True).values
+        keep = bits >= sample.kthvalue(rank + 1, dim=1, keepdim=True).values.clamp_min(1)
     position = keep.cumsum(1)
     keep &= position <= kept
     # Column K collects the dropped values.

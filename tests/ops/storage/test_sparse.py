@@ -164,6 +164,25 @@ def test_an_estimated_threshold_that_lets_too_much_pass_drops_the_tail():
         assert mask_of(bitmap, 8192)[0].tolist() == [True] * 100 + [False] * 8092
 
 
+@pytest.mark.parametrize("zeros", [0.5, 0.75, 0.8, 0.82, 0.9, 0.99, 1.0])
+def test_an_estimated_threshold_keeps_no_zeros_instead_of_values(zeros):
+    # After ReLU, a sample can contain more zeros than values to drop. The estimated threshold must not be 0.
+    n = 20000
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(8, n, generator=generator).abs() * (torch.rand(8, n, generator=generator) >= zeros)
+    kept = sparse.values_kept(n, 0.8)
+    assert sparse.uses_sampling(kept, n)
+    for pack in packs():
+        values, bitmap = pack(x, kept, False)
+        found = torch.from_numpy(mask_of(bitmap, n))
+        assert not (found & (x == 0)).any()
+        lost = (x * found.logical_not()).norm() / x.norm().clamp_min(1e-30)
+        exact = torch.from_numpy(mask_of(pack(x, kept, True)[1], n))
+        assert lost < (x * exact.logical_not()).norm() / x.norm().clamp_min(1e-30) + 0.03
+        if zeros > 0.85:
+            assert lost == 0
+
+
 # ------------------------------------------------------------------------------------------------ strides
 def strided(name: str, channels: int) -> Tensor:
     """Return a non-contiguous view with 4 samples."""

@@ -90,8 +90,8 @@ def sparse_pack(x: Tensor, kept: int, rank: int | None, subsample: int, hop: int
         )  # fmt: skip
     elif rank is None:
         threshold = threshold.contiguous()
-    else:  # values that equal a sampled threshold are also kept
-        threshold = threshold - 1
+    else:  # values that equal a sampled threshold are also kept, except zeros
+        threshold = (threshold - 1).clamp_min(0)
     kernels.count[grid](
         bits, state, threshold, number, found, offset, candidates, *where, room,
         GATHERED=gathered, TILE=_TILE, **layout,

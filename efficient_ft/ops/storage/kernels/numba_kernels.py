@@ -343,7 +343,7 @@ def pack(size: int) -> Any:
                 extra = at_least - kept
             else:
                 _subsample(x, where, hop, largest, sample)
-                threshold, extra = _in_rank(sample, rank, largest), 0
+                threshold, extra = max(_in_rank(sample, rank, largest), x.dtype.type(1)), 0  # drops zeros
             _pack_row(x, where, largest, threshold, extra, values[s], bitmap[s], out, flags, lanes)
 
     return job_of
