@@ -338,10 +338,14 @@ class PackedOperations(TorchFunctionMode):
     def supports(self, *tensors: Tensor, trained: Sequence[Tensor | None] = ()) -> bool:
         """Return True if the mode supports an operation with these arguments.
 
-        All `tensors` must be activations of the batch. At least one of `tensors` and `trained` must require a gradient.
+        All `tensors` must be activations of the batch, and at least one of `tensors` and `trained` must require a
+        gradient. The backward passes of this package do not support complex tensors.
         """
-        return any(t is not None and t.requires_grad for t in (*tensors, *trained)) and all(
-            t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors
+        given = [t for t in (*tensors, *trained) if t is not None]
+        return (
+            any(t.requires_grad for t in given)
+            and all(t.is_floating_point() for t in given)
+            and all(t.dim() and t.numel() and t.shape[0] % self.samples == 0 for t in tensors)
         )
 
     def _find(self, key: tuple[Any, ...], storage: torch.UntypedStorage) -> Packed | None:

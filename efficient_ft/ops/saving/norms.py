@@ -101,10 +101,14 @@ class _RMSNorm(torch.autograd.Function):
     def forward(
         ctx: Any, mode: PackedOperations, x: Tensor, dims: list[int], weight: Tensor | None, eps: float
     ) -> Tensor:
-        rstd = x.square().mean(dims, keepdim=True).add_(eps).rsqrt_()
-        x_hat = x * rstd
-        y = x_hat if weight is None else x_hat * weight
+        # The square of an fp16 value above 255 is infinite. F.rms_norm also computes in fp32.
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        rstd = wide.square().mean(dims, keepdim=True).add_(eps).rsqrt_()
+        wide = wide * rstd
+        x_hat = wide.to(x.dtype)
+        y = x_hat if weight is None else (wide * weight).to(torch.promote_types(x.dtype, weight.dtype))
         ctx.dims, ctx.normalized, ctx.affine_dims = dims, mode.policy.normalized, list(range(x.dim() - len(dims)))
+        ctx.dtype = x.dtype
         if mode.policy.normalized:
             kept = mode.keep(x_hat, mode.policy.norm, None, -1, result=weight is None, role="normalized")
             save(ctx, kept, weight, rstd)
@@ -124,6 +128,7 @@ class _RMSNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             h = g if weight is None else g * weight
             g_x = (h - x_hat * (h * x_hat).mean(ctx.dims, keepdim=True)) * rstd
+            g_x = g_x.to(ctx.dtype)
         return None, g_x, None, g_w, None
 
 
@@ -360,6 +365,8 @@ def _batch_norm(
 ) -> Any:
     """Replacement for `F.batch_norm` with the same parameters."""
     if not mode.supports(input, trained=(weight, bias)):
+        return NotImplemented
+    if training and input.numel() == input.shape[1]:  # torch reports that one value per channel has no variance
         return NotImplemented
     trains = weight is not None and weight.requires_grad
     input = as_kept(mode, input, mode.policy.norm, training or trains, cast=False)

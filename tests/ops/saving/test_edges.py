@@ -96,6 +96,42 @@ def test_rms_norm_has_torch_s_eps_under_autocast(eps: float | None) -> None:
     torch.testing.assert_close(y.float(), plain.float(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_rms_norm_of_large_values_in_fp16_is_that_of_torch(form: str) -> None:
+    """The squares of the values exceed the range of fp16."""
+    x, w = (t.detach().half().requires_grad_() for t in tensors((2, 3, 64), (64,)))
+    with around(FORMS[form]):
+        y = F.rms_norm(2000 * x, (64,), w)
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    plain = F.rms_norm(2000 * wide[0], (64,), wide[1], 0.0)
+    assert y.dtype == torch.float16
+    torch.testing.assert_close(y.double(), plain, rtol=3e-3, atol=3e-3)
+    of_w, expected = (torch.autograd.grad(out.sum(), weight)[0] for out, weight in ((y, w), (plain, wide[1])))
+    torch.testing.assert_close(of_w.double(), expected, rtol=1e-2, atol=1e-2)
+
+
+def test_batch_norm_of_one_value_per_channel_is_refused_by_torch() -> None:
+    x, mean, var = torch.randn(1, 4, 1, 1, requires_grad=True), torch.zeros(4), torch.ones(4)
+    with around(everywhere(Dense())), pytest.raises(ValueError, match="Expected more than 1 value per channel"):
+        F.batch_norm(x, mean, var, None, None, True)
+    assert torch.equal(var, torch.ones(4))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_complex_products_have_the_gradients_of_torch(form: str) -> None:
+    """Networks with spectral filters or complex rotary embeddings multiply by complex parameters."""
+    x, w = tensors((2, 3, 4, 2), (3, 4, 2))
+
+    def filtered(x: Tensor, w: Tensor) -> Tensor:
+        y = torch.view_as_complex(x) * torch.view_as_complex(w)
+        return torch.view_as_real(y * y.mul(torch.view_as_complex(x)))
+
+    with around(FORMS[form]):
+        y = filtered(x, w)
+    for found, expected in zip(gradients(y, [x, w]), gradients(filtered(x, w), [x, w]), strict=True):
+        torch.testing.assert_close(found, expected, **EXACT)
+
+
 @pytest.mark.parametrize("packer", [Dense(), Sparse(0.0), Sparse(0.8)])
 @pytest.mark.parametrize("far", [0.0, 1.0, 1e2, 1e3])
 def test_gamma_of_a_frozen_batch_norm_does_not_depend_on_the_mean(packer: Packer, far: float) -> None:
