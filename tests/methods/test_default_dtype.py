@@ -1,4 +1,4 @@
-"""Tests of methods that store activations in 8 bits: the gradients are equal under every default dtype of torch.
+"""Tests of methods with compiled kernels: the gradients are equal under every default dtype of torch.
 
 With ``64-true`` and ``bf16-true``, Lightning converts the model and runs its forward pass under a default dtype of
 float64 or bfloat16. The backward pass runs under the original default dtype. A kernel that writes into a buffer of the
@@ -22,7 +22,7 @@ import timm
 import torch
 import torch.nn.functional as F
 
-from efficient_ft.methods import BackRazor, Checkpointing, Mesa
+from efficient_ft.methods import LBPWHT, BackRazor, Checkpointing, Mesa
 
 METHODS = {
     "mesa": Mesa,
@@ -30,11 +30,16 @@ METHODS = {
     "back_razor, int8": lambda: BackRazor(value_dtype="int8"),
     "back_razor, fused attention": lambda: BackRazor(attention="fused"),
     "checkpointing, int8": lambda: Checkpointing(input_dtype="int8"),
+    "lbp_wht": lambda: LBPWHT(order=6),
+    "lbp_wht, fused feed-forward": lambda: LBPWHT(order=6, fused=True),
+    "lbp_wht, EfficientFormer": lambda: LBPWHT(order=6),
 }
 torch.manual_seed(0)
 settings = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2, "num_classes": 5}
-MODEL = timm.create_model("vit_tiny_patch16_224", **settings)
-IMAGES, LABELS = torch.randn(4, 3, 32, 32), torch.arange(4)
+VIT = timm.create_model("vit_tiny_patch16_224", **settings), torch.randn(4, 3, 32, 32)
+settings = {"depths": (1, 1, 1, 1), "embed_dims": (16, 32, 32, 32), "num_vit": 0, "num_classes": 5}
+EFFICIENTFORMER = timm.create_model("efficientformer_l1", **settings), torch.randn(4, 3, 128, 128)
+LABELS = torch.arange(4)
 
 
 @contextmanager
@@ -46,11 +51,13 @@ def default_dtype(dtype):
         torch.set_default_dtype(torch.float32)
 
 
-def gradients(method, dtype, forward=nullcontext, everything=nullcontext):
+def gradients(network, method, dtype, forward=nullcontext, everything=nullcontext):
     """Of two steps, after the first of which the method's state is saved and restored."""
     found = []
     with everything():
-        model, images = copy.deepcopy(MODEL).to(dtype).train(), IMAGES.to(dtype)
+        model, images = copy.deepcopy(network[0]).to(dtype).eval(), network[1].to(dtype)
+        for module in model.modules():  # BatchNorm uses its running statistics
+            module.training = not isinstance(module, torch.nn.BatchNorm2d)
         if method is not None:
             method.apply(model)
         torch.manual_seed(1)
@@ -72,14 +79,15 @@ def flat(tensors):
 
 
 for name, make in METHODS.items():
+    network = EFFICIENTFORMER if name.endswith("EfficientFormer") else VIT
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        expected = gradients(make(), dtype)
-        near = F.cosine_similarity(flat(expected), flat(gradients(None, dtype)), 0)
+        expected = gradients(network, make(), dtype)
+        near = F.cosine_similarity(flat(expected), flat(gradients(network, None, dtype)), 0)
         if near < 0.8:
             print(f"{name}, {dtype}: far from plain training ({near})")
         for default in {dtype, torch.float64, torch.bfloat16} - {torch.float32}:
             for where in ("forward", "everything"):
-                found = gradients(make(), dtype, **{where: lambda: default_dtype(default)})
+                found = gradients(network, make(), dtype, **{where: lambda: default_dtype(default)})
                 if not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)):
                     print(f"{name}, {dtype}, default {default} in {where}: other gradients")
 '''

@@ -79,7 +79,7 @@ def project(
     x_hat = x.new_empty(batch, projection.rank, n, dtype=dtype)
     converts = copies and x.dtype != dtype
     copy = torch.empty_like(x, dtype=dtype) if converts else x
-    of_sum, of_product = torch.empty(2, batch, n)
+    of_sum, of_product = torch.empty(2, batch, n, dtype=torch.float32)
     sizes = x.element_size(), dtype.itemsize, 0 if factor is None else factor.element_size()
     kernel = _kernels().project(*sizes, scale is not None, sums, converts)
     factor_or_x = x if factor is None else factor.contiguous()
@@ -142,7 +142,7 @@ def activate_backward(
         return out, (h * f).sum((0, 1)), h.sum((0, 1))
     f, g_hat = f.contiguous(), g_hat.contiguous()
     batch, _, n = f.shape
-    out, sums = torch.empty_like(g_hat), torch.empty(2, batch, n)
+    out, sums = torch.empty_like(g_hat), torch.empty(2, batch, n, dtype=torch.float32)
     tensors = [f, g_hat, out, scale, shift, *sums]
     kernel = _kernels().activate_backward(f.element_size())
     _run(kernel, projection, batch, n, ["analysis", "synthesis"], tensors)
@@ -183,7 +183,7 @@ def mix_backward(g: Tensor, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         h = pool(g_BCHW, x_BCHW, [3, 3], [1, 1], [1, 1], False, False, None).permute(0, 2, 3, 1) - g
         return (g + h * scale).to(x.dtype), (h * x).sum((0, 1, 2))
     g, g_x = g.contiguous(), torch.empty_like(x)
-    of_scale = torch.empty(len(x), x.shape[3])
+    of_scale = torch.empty(len(x), x.shape[3], dtype=torch.float32)
     kernel = _pooling().mix_backward(g.element_size(), g_x.element_size(), x.element_size())
     run_in_threads(kernel, [*_shape(x), *(t.data_ptr() for t in (g, g_x, scale, x, of_scale))])
     return g_x, of_scale.sum(0)

@@ -171,9 +171,11 @@ def _x_hat(
     if kept is not None:
         kept.shared.add_user()
         return Packed(kept.tensors, partial(_projected, kept.unpack, projection))
-    how = x_BNC._version, x_BNC.dtype, x_BNC.shape, projection, packing
+    # Under autocast, x_BNC is a new copy of the tensor that the layer read, so its own version does not count changes.
+    source = read()
+    how = None if source is None else source._version, x_BNC.dtype, x_BNC.shape, projection, packing
     held = _last.held
-    if held is not None and held[0]() is read() and held[1] == how:
+    if held is not None and held[0]() is source and held[1] == how:
         if isinstance(held[2], Packed):
             held[2].shared.add_user()
         return held[2]
