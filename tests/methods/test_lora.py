@@ -245,6 +245,22 @@ def test_merged_weights_give_the_adapted_output(name: str, dtype: torch.dtype, t
     assert not hasattr(model, "peft_config")
 
 
+def test_layers_that_share_a_weight_are_not_adapted() -> None:
+    """Merging two adapters into one weight would change the output."""
+    model, lora = model_of("vit"), LoRA(rank=2, targets="all")
+    one, other = (model.get_submodule(f"blocks.{i}.mlp.fc1") for i in (0, 1))
+    other.weight = one.weight
+    report = lora.apply(model)
+    assert {n for n, why in report.skipped.items() if why.reason == Reason.SHARED} == {
+        "blocks.0.mlp.fc1",
+        "blocks.1.mlp.fc1",
+    }
+    stirred(model)
+    adapted = evaluate(model, "vit")
+    lora.remove(model)
+    torch.testing.assert_close(evaluate(model, "vit"), adapted)
+
+
 def test_a_network_can_read_the_attributes_of_an_adapted_convolution() -> None:
     class Padded(nn.Module):
         """A network whose forward method reads the kernel size, like DaViT."""

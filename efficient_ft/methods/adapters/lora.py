@@ -7,6 +7,7 @@ Source: Hu, Shen, Wallis, Allen-Zhu, Li, Wang, Wang, Chen, "LoRA: Low-Rank Adapt
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any, Literal
 
 from torch import nn
@@ -89,6 +90,9 @@ class LoRA(Method):
 
         outside = frozenset(view.outside)  # new layers are trained directly, without adapters
         skipped = {x.name: Skipped(Reason.NEW) if is_inside(x.name, outside) else self._why_not(x) for x in view.layers}
+        uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        shared = (x.name for x in view.layers if uses[id(x.module.weight)] > 1)
+        skipped |= {name: skipped[name] or Skipped(Reason.SHARED) for name in shared}
         chosen = [layer for layer in view.layers if skipped[layer.name] is None]
         left_out = {name: why for name, why in skipped.items() if why is not None}
         if not chosen:

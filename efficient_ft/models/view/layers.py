@@ -33,6 +33,7 @@ class Reason(Enum):
     NOT_ATTENTION = "not in an attention module"
     OTHER_FORM = "a module with a different structure"
     QUANTIZED = "quantized"
+    SHARED = "the weight is used in several places, so adapters could not be merged"
     TOO_NARROW = "no wider than the rank"
     EXACT_IS_CHEAPER = "exact is cheaper"
     AS_PUBLISHED = "excluded, as published"
