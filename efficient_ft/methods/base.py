@@ -426,7 +426,8 @@ def apply_methods(
         the report of the selection method states the number of these parameters.
 
     Raises:
-        UserError: If two methods cannot be combined. In this case, the model is unchanged. See also `Method.apply`.
+        UserError: If two methods cannot be combined, or if a method does not support the model. In this case, the
+            methods that were applied before are removed. See also `Method.apply`.
         SettingError: If `methods` contains an object that is not a method. See also `Method.apply`.
     """
     ordered = in_order(methods)
@@ -434,7 +435,12 @@ def apply_methods(
     check_stack(ordered, model)
     for number, method in enumerate(ordered):
         before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        method.apply(model, classifier, **structure)
+        try:
+            method.apply(model, classifier, **structure)
+        except Exception:
+            for earlier in reversed(ordered[:number]):
+                earlier.remove(model)
+            raise
         _update_reports(ordered[:number], method, model, *before)
     return [m.applied for m in ordered if m.applied is not None]
 

@@ -76,6 +76,17 @@ def test_nothing_is_changed_by_a_stack_that_is_refused() -> None:
     assert not marks_of(model)
 
 
+def test_methods_are_removed_if_a_later_method_refuses_the_model() -> None:
+    model = model_of("resnet")
+    names, selection = list(model.state_dict()), LastStage()
+    with pytest.raises(UserError, match="no attention layers"):
+        apply_methods(model, [LoRA(), selection])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert selection.applied is None
+    assert list(model.state_dict()) == names
+    apply_methods(model, [LoRA(targets="all", rank=2), Full()])
+
+
 def test_what_is_applied_counts_as_part_of_the_stack() -> None:
     model, first = model_of("vit"), Mesa()
     first.apply(model)
