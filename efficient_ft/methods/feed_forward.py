@@ -37,11 +37,11 @@ class FrozenFeedForward(OwnForward):
         return torch.cat([self.within(part, *args, **kwargs) for part in x.chunk(parts)])
 
     def _parts(self, x: Tensor) -> int:
-        if x.device.type != "cpu" or torch.compiler.is_compiling() or len(x) < 2:
+        if x.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing() or len(x) < 2:
             return 1
         if torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in self.module.parameters())):
             return 1
-        if any(_mixes(module) for module in self.module.modules()):
+        if any(_mixes(module) or _has_hooks(module) for module in self.module.modules()):
             return 1
         layers = [m for m in self.module.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
         if not layers:  # Another method has replaced all layers.
@@ -58,6 +58,11 @@ def _mixes(module: nn.Module) -> bool:
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return type(module) not in FROZEN.values()
     return getattr(module, "p", 0) > 0
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return True if the module has hooks, which must receive the whole batch."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def run_in_parts(model: nn.Module) -> None:
