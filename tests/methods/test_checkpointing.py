@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from efficient_ft.cost import executed
 from efficient_ft.methods import (
@@ -100,6 +102,45 @@ def test_blocks_with_more_arguments_or_results_are_recomputed(architecture: str)
         return {n: p.grad for n, p in model.named_parameters()}
 
     assert largest_difference(trained(), trained(Checkpointing())) < 1e-10
+
+
+class _ByName(nn.Module):
+    """A network that passes the input of its blocks by name, before and after another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 4, 4)
+        self.blocks = nn.ModuleList(_Block() for _ in range(2))
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images).flatten(2).mT
+        for block in self.blocks:
+            x = block(hidden_states=x, scale=x.detach().mean())
+        logits: Tensor = self.head(x.mean(1))
+        return logits
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, hidden_states: Tensor, scale: Tensor) -> Tensor:
+        return hidden_states + self.linear(self.norm(hidden_states)).tanh() * scale
+
+
+def test_the_input_of_a_block_can_be_passed_by_name() -> None:
+    torch.manual_seed(0)
+    plain = _ByName().double().train()
+    recomputed = copy.deepcopy(plain)
+    Checkpointing().apply(recomputed, "head", image_size=32)
+    images = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    for model in (plain, recomputed):
+        model(images).square().sum().backward()
+    grads = [{n: p.grad for n, p in model.named_parameters()} for model in (plain, recomputed)]
+    assert largest_difference(*grads) < 1e-12
+    assert torch.equal(plain.eval()(images), recomputed.eval()(images))
 
 
 @pytest.mark.slow

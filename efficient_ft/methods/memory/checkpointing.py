@@ -45,18 +45,21 @@ class _RecomputedForward(MemoryForward):
         self.name, self.packer, self.packing = name, packer, packing
 
     @torch.compiler.disable  # The forward pass also runs inside the backward pass.
-    def __call__(self, x: Tensor, *others: Any, **keywords: Any) -> Any:
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        # Some networks pass the input of a block by name.
+        by_name = "" if arguments else next(name for name, value in keywords.items() if isinstance(value, Tensor))
+        x, *others = arguments or (keywords.pop(by_name),)
         module = self.module
         modules = _modules(module)
         parameters = _trained_parameters(modules)
         records = torch.is_grad_enabled() and (x.requires_grad or parameters)
         if not module.training or not records or not x.numel():
-            return self.within(x, *others, **keywords)
+            return self._inside(by_name, x, *others, **keywords)
         self.refuse_recomputation(Checkpointing.name)
         packing = self.packing
         name = packing.begin_call(self.name)
         place = PackContext(name, x.shape[0], packing.ranges, packing.overflow, noise=packing.noise)
-        run = partial(self._run, modules, image_size_of(x))
+        run = partial(self._run, modules, image_size_of(x), by_name)
         x, tokens = pop_tokens(x)
         return recompute(run, x, (tokens, *others), keywords, parameters, self.packer, place)
 
@@ -64,6 +67,7 @@ class _RecomputedForward(MemoryForward):
         self,
         modules: list[nn.Module],
         size: tuple[ImageSize, Size] | None,
+        by_name: str,
         x: Tensor,
         tokens: Tokens | None,
         *args: Any,
@@ -71,7 +75,7 @@ class _RecomputedForward(MemoryForward):
     ) -> Any:
         x = attach_tokens(x, tokens)
         if not torch.is_grad_enabled():  # This is the first run, in the forward pass.
-            return self.within(x, *args, **keywords)
+            return self._inside(by_name, x, *args, **keywords)
         self.packing.last.in_backward = True
         restore_image_size(size)
         # The recomputation must not update running statistics again, because autograd has already saved these tensors.
@@ -81,7 +85,7 @@ class _RecomputedForward(MemoryForward):
         for m in moving:
             m.momentum = 0.0
         try:
-            return self.within(x, *args, **keywords)
+            return self._inside(by_name, x, *args, **keywords)
         finally:
             # The count is restored instead of decremented, because a BatchNorm with a replaced forward pass may not
             # increase the count.
@@ -89,6 +93,13 @@ class _RecomputedForward(MemoryForward):
                 m.momentum = momentum
                 if counter is not None and count is not None:
                     counter.copy_(count)
+
+    def _inside(self, by_name: str, x: Tensor, *args: Any, **keywords: Any) -> Any:
+        """Run the inner forward pass. x is passed by name unless `by_name` is empty."""
+        if by_name:
+            keywords[by_name] = x
+            return self.within(*args, **keywords)
+        return self.within(x, *args, **keywords)
 
 
 def _modules(module: nn.Module) -> list[nn.Module]:
