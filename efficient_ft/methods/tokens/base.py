@@ -286,15 +286,19 @@ def run_dropping(block: nn.Module, x: Tensor, prefix: int, inputs: Callable[[int
 
 
 class _Refused:
-    """Replacement for a function that requires all tokens of each block. Calling the replacement raises UserError."""
+    """Replacement for a function that requires all tokens of each block. Calling the replacement raises UserError.
 
-    def __init__(self, method_name: str, function: str) -> None:
-        self.method_name, self.function = method_name, function
+    `methods` contains the names of all applied methods that remove tokens.
+    """
+
+    def __init__(self, function: str) -> None:
+        self.function, self.methods = function, list[str]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self.methods[-1]
         raise UserError(
-            f"method {self.method_name}: the function {self.function} requires all tokens of each block, but the method"
-            f" removes tokens. Remove the method first: {self.method_name}.remove(model)."
+            f"method {name}: the function {self.function} requires all tokens of each block, but the method"
+            f" removes tokens. Remove the method first: {name}.remove(model)."
         )
 
 
@@ -419,7 +423,10 @@ class TokenMethod(Method):
                 )
         for function in _ALL_TOKENS:
             if hasattr(model, function):
-                setattr(model, function, _Refused(self.name, function))
+                found = vars(model).get(function)
+                refused = found if isinstance(found, _Refused) else _Refused(function)
+                refused.methods.append(self.name)
+                setattr(model, function, refused)
         for name in view.blocks:
             block, (kind, settings) = model.get_submodule(name), chosen.get(name, (TokenForward, ()))
             place = Place(self.name, view.prefix_tokens, positions, name == view.blocks[-1])
@@ -427,6 +434,9 @@ class TokenMethod(Method):
 
     def _remove(self, model: nn.Module) -> None:
         for function in _ALL_TOKENS:
-            if isinstance(vars(model).get(function), _Refused):
-                delattr(model, function)
+            refused = vars(model).get(function)
+            if isinstance(refused, _Refused) and self.name in refused.methods:
+                refused.methods.remove(self.name)
+                if not refused.methods:
+                    delattr(model, function)
         take_away(model, TokenForward, lambda forward: forward.method_name == self.name)
