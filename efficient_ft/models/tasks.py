@@ -122,18 +122,29 @@ def give_heads(model: nn.Module, classes: Mapping[str, int], zero: bool = False)
     # Start with the task that keeps the model's classifier, because the others replace the classifier.
     for task in sorted(classes, key=lambda task: classes[task] != own):
         is_new = classes[task] != own or bool(heads)
+        before = {name: copy.deepcopy(model.get_submodule(name)) for name in heads}
         if is_new:
             reset(classes[task])
-        names = list(heads) or view(model).head
+        names = list(heads) or [part for name in view(model).head for part in _callable_parts(model, name)]
         for name in names:
             head = model.get_submodule(name)
             if is_new and zero:
                 zero_parameters(head)
-            heads.setdefault(name, {})[task] = head
+            by_task = heads.setdefault(name, {})
+            for other, module in by_task.items():
+                if module is head:  # some networks change their classifier in place
+                    by_task[other] = before[name]
+            by_task[task] = head
     for name, by_task in heads.items():
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, PerTask(tasks, {task: by_task[task] for task in tasks.names}))
     return tasks
+
+
+def _callable_parts(model: nn.Module, name: str) -> list[str]:
+    """Return the names of the items of a list of classifiers, or `name` for a single classifier."""
+    head = model.get_submodule(name)
+    return [f"{name}.{n}" for n, _ in head.named_children()] if isinstance(head, nn.ModuleList) else [name]
 
 
 def _reset_classifier(model: nn.Module, classes: int) -> None:

@@ -44,6 +44,22 @@ def test_each_task_has_its_own_classifier_on_one_trunk(name: str) -> None:
     assert {n for n in added if n in with_gradient} == {n for n in added if ".c." in n}
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("sequencer2d_s", {}), ("crossvit_tiny_240", {}), pytest.param("samvit_base_patch16", {}, marks=pytest.mark.slow)],
+)
+def test_classifiers_that_are_changed_in_place_or_listed(name: str, options: dict[str, int]) -> None:
+    with torch.device("meta"):
+        model = timm.create_model(name, num_classes=5, **options)
+    tasks = give_heads(model, CLASSES)
+    for by_task in [module for module in model.modules() if isinstance(module, PerTask)]:
+        assert len({id(module) for module in by_task.values()}) == len(CLASSES)
+    size = model.pretrained_cfg["input_size"]
+    for task, classes in CLASSES.items():
+        tasks.active = task
+        assert model.eval()(torch.empty(1, *size, device="meta")).shape == (1, classes)
+
+
 def test_new_classifiers_may_start_at_zero() -> None:
     model = model_of("vit")
     tasks = give_heads(model, CLASSES, zero=True)
