@@ -253,12 +253,11 @@ def _forward(
     evaluating: Callable[[nn.Module], AbstractContextManager[Any]],
     fake: bool,
 ) -> Forward:
-    spec, task = probe.spec, probe.spec.task
+    spec, task = replace(probe.spec, input_size=size), probe.spec.task
     with FakeTensors() if fake else nullcontext() as mode:
         model, _ = probe.copy(mode)
         model.eval()
-        inputs = task.example_inputs(samples, spec.in_chans, size)
-        targets = task.example_targets(samples, size)
+        inputs, targets = spec.example(model, samples)
         batch = [*tensors_of(inputs), targets]
         state = [*model.parameters(), *model.buffers()]
         meter = Meter([*state, *batch])

@@ -99,7 +99,8 @@ class Probe:
             return
         self.model, self.methods = self.copy(None)
         precision = "bf16" if stores_bf16(self.model) else "fp32"
-        batch, spec = self.spec.example(WARMUP_IMAGES), replace(self.spec, precision=precision)
+        spec = replace(self.spec, precision=precision)
+        batch = spec.example(self.model, WARMUP_IMAGES)
         for step in range(self.steps_before):
             self.methods.begin(step)
             forward_and_loss(self.model, self.methods, *batch, spec)[1].backward()
@@ -116,7 +117,7 @@ class Probe:
         """
         with FakeTensors() if fake else contextlib.nullcontext() as mode:
             model, methods = self.copy(mode)
-            batch = self.spec.example(images)
+            batch = self.spec.example(model, images)
             optimizer = self._optimizer(model) if backward else None
             watched = []
             for step, unfused in which:

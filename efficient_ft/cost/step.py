@@ -20,6 +20,7 @@ from efficient_ft.core.process_memory import release_freed_memory
 from efficient_ft.cost.meter import storages
 from efficient_ft.models.frozen_batch_norm import FrozenStatistics, freeze_batch_norm
 from efficient_ft.models.view.probe import options_for
+from efficient_ft.models.weight_dtype import stores_bf16
 from efficient_ft.task import Classification, Inputs, Task, moved, tensors_of
 
 #: Autocast dtype of each precision, or None for no autocast.
@@ -84,10 +85,17 @@ class StepSpec:
         """Autocast dtype, or None for no autocast."""
         return AUTOCAST[self.precision]
 
-    def example(self, batch_size: int, generator: torch.Generator | None = None) -> tuple[Inputs, Tensor]:
-        """Return random inputs, and targets that all have class 0."""
+    def example(
+        self, model: nn.Module, batch_size: int, generator: torch.Generator | None = None
+    ) -> tuple[Inputs, Tensor]:
+        """Return random inputs of `model`, and targets that all have class 0.
+
+        Without autocast, images have the dtype of the model.
+        """
         size = tuple(self.input_size)
         inputs = self.task.example_inputs(batch_size, self.in_chans, size, generator)
+        if isinstance(inputs, Tensor) and self.dtype is None and not stores_bf16(model):
+            inputs = inputs.to(next((p.dtype for p in model.parameters() if p.is_floating_point()), inputs.dtype))
         return inputs, self.task.example_targets(batch_size, size)
 
 
@@ -232,7 +240,7 @@ class TrainingStep:
         freeze_batch_norm(self.model, spec.frozen_bn)
         self.methods = StepMethods(methods)
         generator = torch.Generator().manual_seed(0)
-        inputs, labels = spec.example(spec.batch_size, generator)
+        inputs, labels = spec.example(self.model, spec.batch_size, generator)
         self.inputs, self.labels = moved(inputs, self.device), labels.to(self.device)
         self.steps, self._first = first_step, True
         self._loss: Tensor | None = None

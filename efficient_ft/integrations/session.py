@@ -32,7 +32,13 @@ from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.methods.wrapped import check_module, refuse_wrapped
 from efficient_ft.models.frozen_batch_norm import FrozenStatistics, unfreeze_batch_norm
 from efficient_ft.models.trained import make_trainable, trainable
-from efficient_ft.models.view import Structure, assumed_size_note, check_arguments, default_image_size
+from efficient_ft.models.view import (
+    Structure,
+    assumed_size_note,
+    check_arguments,
+    default_image_size,
+    image_channels,
+)
 
 if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed
@@ -299,7 +305,7 @@ class MethodSession:
         self._check_number(number)
         if self._step == number:
             return
-        if not self._parameters:
+        if self._step is None:  # the user may have frozen or unfrozen layers since the last step
             self._between_steps, self._parameters = trainable(self.model), list(self.model.parameters())
         self._step = number
         for method in self.methods:
@@ -464,8 +470,7 @@ class MethodSession:
         """
         from efficient_ft.cost.executed import executed
 
-        channels = next((m.in_channels for m in self.model.modules() if isinstance(m, nn.Conv2d)), 3)
-        options = {"in_chans": channels, "frozen_bn": self.frozen_bn, **options}
+        options = {"in_chans": image_channels(self.model), "frozen_bn": self.frozen_bn, **options}
         size = default_image_size(self.model) if input_size is None else input_size
         self._size_note = assumed_size_note(self.model) if input_size is None else ""
         self._counted = executed(self.model, batch_size, size, methods=self.methods, **options)

@@ -250,6 +250,39 @@ def test_statistics_that_were_frozen_before_stay_frozen() -> None:
         assert not any(isinstance(m, FrozenBatchNorm2d) for m in model.modules())
 
 
+def test_normalization_layers_train_again_after_removal() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).train()
+    session = MethodSession(model, Full(), frozen_bn=True, classifier="3").apply()
+    model(torch.randn(3, 3, 2, 2))
+    assert not model[2].training
+    session.remove()
+    assert model[2].training
+
+
+def test_a_skipped_step_keeps_layers_that_were_unfrozen_between_steps() -> None:
+    model = model_of("vit")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name.startswith("head"))
+    images, labels = batch_of("vit")
+    with MethodSession(model, BackRazor()) as session:
+        for step in range(4):
+            if step == 2:
+                model.requires_grad_(True)
+            with session.step(step):
+                F.cross_entropy(model.train()(images), labels).backward()
+                if step != 2:  # a step without an update, such as after an overflow
+                    sgd(model).step()
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_network_of_any_dtype_is_counted(dtype: torch.dtype) -> None:
+    model = model_of("vit").to(dtype)
+    with MethodSession(model, Full()) as session:
+        assert session.cost(2).forward_flops > 0
+        assert "not counted" not in str(session)
+
+
 def test_an_error_in_a_step_leaves_a_usable_model() -> None:
     model = model_of("vit")
     session = MethodSession(model, LISA(1))

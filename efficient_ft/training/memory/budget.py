@@ -147,7 +147,7 @@ class Predictor:
         state = [*network.parameters(), *network.buffers()]
         # Weights are loaded and evaluated in fp32, even if training stores them in bf16.
         weights = sum(t.numel() * (4 if t.dtype == torch.bfloat16 else t.element_size()) for t in state)
-        inputs, targets = spec.example(1)
+        inputs, targets = spec.example(network, 1)
         return Demand(
             weights_bytes=weights,
             model_bytes=sum(t.numel() * t.element_size() for t in state),
