@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.models.view import Reason, Skipped, default_image_size, parameters_under, view
+from efficient_ft.models.view import Reason, Skipped, default_image_size, image_channels, parameters_under, view
 
 
 def layouts(model: nn.Module, size=None) -> Counter:
@@ -203,6 +203,29 @@ def test_a_model_without_stages_has_no_last_stage():
 
     with pytest.raises(UserError, match=r"no blocks were recognized in .* so the last stage is unknown.*Otherwise"):
         view(Plain(), (8, 8)).last_stage()
+
+
+def test_one_module_per_stage_outside_of_the_stages():
+    with torch.device("meta"):
+        twins = timm.create_model("twins_pcpvt_small")
+    found = view(twins, (64, 64)).last_stage()
+    assert "pos_block.3" in found
+    assert not any(name in found for name in ("pos_block", "pos_block.0", "pos_block.2"))
+
+
+def test_stages_of_several_maps_are_not_recognized():
+    with torch.device("meta"):
+        hrnet = timm.create_model("hrnet_w18_small")
+    with pytest.raises(UserError, match=r"no blocks were recognized in hrnet_w18_small"):
+        view(hrnet, (64, 64)).last_stage()
+
+
+@pytest.mark.parametrize(("name", "channels"), [("tresnet_m", 3), ("csatv2", 3), ("resnet18", 4), ("tresnet_m", 4)])
+def test_image_channels_of_networks_that_rearrange_pixels(name, channels):
+    with torch.device("meta"):
+        model = timm.create_model(name, **({} if name == "csatv2" else {"in_chans": channels}))
+    assert image_channels(model) == channels
+    assert view(model, (64, 64)).layers
 
 
 def test_sizes_and_parameters_by_name():

@@ -77,7 +77,9 @@ class ModelView:
         self.head, self.outside, self.head_note = head.modules, head.others, head.note
         self.towers = towers_of(model, self.image_size)
         towers = self.towers
-        self.tail: tuple[str, ...] = after_towers(model, towers, container) if towers else after(model, container)
+        self.tail: tuple[str, ...] = (
+            after_towers(model, towers, container) if towers else after(model, container, len(self.stages))
+        )
         self.prefix_note = self.size_note = ""
         self._size_is_given = image_size is not None
         self._size_is_assumed = image_size is None and assumed_size_note(model) != ""

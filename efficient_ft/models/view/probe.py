@@ -207,9 +207,20 @@ def options_for(model: nn.Module, size: tuple[int, ...]) -> dict[str, Any]:
 
 
 def image_channels(model: nn.Module) -> int:
-    """Return the number of image channels of a model: the input channels of its first convolution, or 3."""
-    first = next((m for m in model.modules() if isinstance(m, nn.Conv2d)), None)
-    return first.in_channels if first is not None and first.groups == 1 else 3
+    """Return the number of image channels of a model: the input channels of its first convolution, or 3.
+
+    If the images are first divided into squares whose pixels become channels (TResNet), the number is divided by the
+    number of these pixels. The cosine transform of CSATv2 requires 3 channels.
+    """
+    pixels = 1
+    for module in model.modules():
+        if type(module).__name__ == "SpaceToDepth":
+            pixels = int(module.bs) ** 2  # type: ignore[arg-type]
+        elif type(module).__name__ == "LearnableDct2d":
+            return 3
+        elif isinstance(module, nn.Conv2d):
+            return module.in_channels // pixels if module.groups == 1 else 3
+    return 3
 
 
 def in_words(size: tuple[int, ...]) -> str:

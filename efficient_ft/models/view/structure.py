@@ -167,6 +167,8 @@ def _containers(module: nn.Module) -> list[str]:
     if type(features) is nn.Sequential and _holds_blocks(features) and "0" in features._modules:
         return [_FEATURES]
     children = [name for name, _ in module.named_children()]
+    if {"layer1", "stage2"} <= set(children):  # HRNet, whose later stages process several maps
+        return []
     series = ([n for n in children if re.fullmatch(form, n)] for form in _NUMBERED)
     return next((names for names in series if names and names[0][-1] in "01"), [])  # the numbers must start with 0 or 1
 
@@ -225,8 +227,11 @@ def _split_stages(
     return tuple(blocks), tuple(extras)
 
 
-def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names of the modules with parameters that follow the stages. Modules in the encoder come first."""
+def after(model: nn.Module, container: tuple[str, ...], stages: int = 0) -> tuple[str, ...]:
+    """Return the names of the modules with parameters that follow the stages. Modules in the encoder come first.
+
+    A list with one module per stage (such as `pos_block` of Twins) runs inside the stages. Only its last module counts.
+    """
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
     for depth in range(len(around), -1, -1):
@@ -237,7 +242,9 @@ def after(model: nn.Module, container: tuple[str, ...]) -> tuple[str, ...]:
         last = max((names.index(c) for c in within), default=len(names))
         rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
         found += [f"{inside}.{n}" if inside else n for n in rest]
-    return tuple(found)
+    modules = ((name, model.get_submodule(name)) for name in found)
+    lists = {name: len(module) for name, module in modules if isinstance(module, nn.ModuleList)}
+    return tuple(f"{name}.{stages - 1}" if lists.get(name) == stages > 1 else name for name in found)
 
 
 def shared_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
