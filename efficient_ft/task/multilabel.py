@@ -85,9 +85,12 @@ def asymmetric_loss(
         gamma_negative: focusing exponent of negative labels, at least 0.
         margin: probability up to which negative labels have no loss, in [0, 1).
     """
-    p = logits.sigmoid()
-    q = (p - margin).clamp(min=0)
-    positive = (1 - p) ** gamma_positive * F.logsigmoid(logits)
+    q = (logits.sigmoid() - margin).clamp(min=0)
+    # Powers are computed from logarithms, because the gradient of x ** gamma is infinite at x = 0 if gamma < 1.
+    positive = (gamma_positive * F.logsigmoid(-logits)).exp() * F.logsigmoid(logits)
     # Without a margin, log(1 - p) is computed from the logits, so that confident mistakes keep a gradient.
-    negative = q**gamma_negative * (F.logsigmoid(-logits) if margin == 0 else torch.log1p(-q))
+    if margin == 0:
+        negative = (gamma_negative * F.logsigmoid(logits)).exp() * F.logsigmoid(-logits)
+    else:
+        negative = torch.where(q > 0, q, 1) ** gamma_negative * torch.log1p(-q)
     return -(targets * positive + (1 - targets) * negative).mean()

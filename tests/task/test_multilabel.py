@@ -75,6 +75,18 @@ def test_asymmetric_loss(batch: tuple[Tensor, Tensor], positive: float, negative
     assert math.isclose(float(task.loss(logits.detach().float(), targets.float())), reference(x), rel_tol=1e-5)
 
 
+@pytest.mark.parametrize("margin", [0.0, 0.05])
+@pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 4.0])
+def test_the_asymmetric_loss_of_certain_predictions_has_a_finite_gradient(gamma: float, margin: float) -> None:
+    """In fp32, probabilities above 1 - 2^-24 are 1. A negative label with p < margin has a probability of exactly 0."""
+    logits = torch.tensor([[18.0, -18.0, 60.0, -60.0, -3.2]] * 2, requires_grad=True)
+    targets = torch.tensor([[1.0] * 5, [0.0] * 5])
+    loss = asymmetric_loss(logits, targets, gamma, gamma, margin)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
+
+
 def test_without_exponents_and_margin_the_asymmetric_loss_is_the_cross_entropy(batch: tuple[Tensor, Tensor]) -> None:
     logits, targets = batch
     assert torch.allclose(asymmetric_loss(logits, targets, 0, 0, 0), MultiLabel().loss(logits, targets))
