@@ -26,7 +26,8 @@ def parse_bytes(setting: str, value: object) -> int:
     """
     units = {name.lower(): size for name, size in BYTES.items()}
     found = re.fullmatch(rf"{_NUMBER}\s*({'|'.join(units)})", str(value).strip().lower())
-    size = 0 if found is None else int(float(found[1]) * units[found[2]])
+    exact = 0.0 if found is None else float(found[1]) * units[found[2]]
+    size = int(exact) if math.isfinite(exact) else 0
     if not size:
         number = re.fullmatch(_NUMBER, str(value).strip())
         shown = number[1] if number and float(number[1]) else "4"

@@ -56,6 +56,9 @@ class SteppedInBackward(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.optimizer,)
+
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 

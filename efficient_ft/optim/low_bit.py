@@ -61,6 +61,9 @@ class LowBitAdamW(Optimizer):
         self.bits = bits
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "bits": self.bits}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Update the parameters that have a gradient.

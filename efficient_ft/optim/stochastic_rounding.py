@@ -41,6 +41,9 @@ class StochasticRounding(Optimizer):
         super().__init__(optimizer.param_groups, optimizer.defaults)
         self._share()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.optimizer,)
+
     def _share(self) -> None:
         self.param_groups, self.state = self.optimizer.param_groups, self.optimizer.state
 
@@ -109,6 +112,8 @@ class StochasticRounding(Optimizer):
         """Restore the state of the inner optimizer, without converting the values of the state."""
         self.optimizer.load_state_dict(state_dict)
         self._share()
+        for group in self.param_groups:  # the state may have been saved without this wrapper
+            group.setdefault(_STEPS, 0)
         # torch has converted the state to the data type of the parameters.
         saved = [state_dict["state"].get(i, {}) for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_it_continues_bit_for_bit(bits: int) -> None:
     train(model, optimizer, 1, 3)  # the loaded state must be a copy
     train(again, other, 3, 3)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_continues_bit_for_bit(through) -> None:
+    model = net()
+    optimizer = LowBitAdamW(model.parameters(), bits=4)
+    train(model, optimizer, 2)
+    other, copied = through((model, optimizer))
+    train(model, optimizer, 2, 2)
+    train(other, copied, 2, 2)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
 
 
 def test_a_state_of_other_bits_is_refused() -> None:

@@ -104,6 +104,28 @@ def test_it_continues_bit_for_bit(name: str, inside: bool) -> None:
     assert same(continued, straight)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["", "in backward"])
+def test_a_copy_continues_bit_for_bit(inside: bool) -> None:
+    model = net()
+    optimizer: Optimizer = StochasticRounding(MAKE["adamw, 8 bits"](model.parameters()))
+    optimizer = step_in_backward(optimizer) if inside else optimizer
+    train(model, optimizer, 2)
+    other, copied = copy.deepcopy((model, optimizer))
+    train(model, optimizer, 2, 2)
+    train(other, copied, 2, 2)
+    assert same(model, other)
+
+
+def test_a_state_that_was_saved_without_rounding_can_be_loaded() -> None:
+    model = net("fp32")
+    plain = MAKE["adamw"](model.parameters())
+    train(model, plain, 2)
+    rounded = net()
+    optimizer = StochasticRounding(MAKE["adamw"](rounded.parameters()))
+    optimizer.load_state_dict(plain.state_dict())
+    train(rounded, optimizer, 1)
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "adamw, 8 bits"])
 def test_steps_in_the_backward_pass_give_equal_bits(name: str) -> None:
     models = net(), net()
