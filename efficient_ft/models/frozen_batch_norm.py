@@ -110,6 +110,7 @@ def unfreeze_batch_norm(model: nn.Module, names: Iterable[str]) -> None:
         for key, hook in list(module._forward_pre_hooks.items()):
             if hook is _evaluate:
                 del module._forward_pre_hooks[key]
+                module.train(model.training)  # the hook has switched the layer to evaluation mode
 
 
 def _evaluate(module: nn.Module, args: tuple[Any, ...]) -> None:

@@ -39,7 +39,7 @@ CONFIG, _INDEX = "config.json", ".index.json"
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", f"model.safetensors{_INDEX}", f"pytorch_model.bin{_INDEX}")
 #: Exceptions that `transformers` raises for configurations and files that it cannot use.
 REFUSALS = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, AssertionError, ArithmeticError,
-            MemoryError, StrictDataclassError)  # fmt: skip
+            MemoryError, ImportError, StrictDataclassError)  # fmt: skip
 #: Network arguments that other settings determine. The values are hints for the error message.
 SET_ELSEWHERE = {
     **dict.fromkeys(("num_labels", "id2label", "label2id"), "The data set determines this argument."),
