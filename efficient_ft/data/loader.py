@@ -181,22 +181,20 @@ def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int]
     Before a sample is loaded, torch's CPU generator is seeded with (seed, epoch, index). The state of the generator is
     restored at the end. The function `load` must load and augment the sample with the given index.
     """
-    # torch.random.fork_rng and torch.manual_seed would also affect the generators of GPUs.
-    state = torch.default_generator.get_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         samples = []
         for epoch, index in keys:
-            torch.default_generator.manual_seed(sample_seed(seed, epoch, index))
+            seed_cpu(seed, epoch, index)
             samples.append(load(index))
         return samples
-    finally:
-        torch.default_generator.set_state(state)
 
 
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 63-bit seed of a sample in an epoch. The seed is the same on all machines."""
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def seed_cpu(*numbers: int, purpose: bytes = b"") -> None:
+    """Seed torch's CPU generator with a hash of `numbers` and `purpose`, which is the same on all machines."""
+    text = struct.pack(f"<{len(numbers)}q", *numbers)
+    digest = hashlib.blake2b(text, digest_size=8, person=purpose).digest()
+    # torch.manual_seed would also seed the generators of GPUs.
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class Loader(DataLoader[tuple[Tensor, int]]):
