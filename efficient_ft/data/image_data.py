@@ -18,7 +18,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.augment import MixedDataset, further_steps
 from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
-from efficient_ft.data.inspect_images import PIXELS, inspect_images
+from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures, in_threads
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
 from efficient_ft.data.loader import DecodedImages, Loader, SplitDataset
@@ -120,8 +120,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
 
     def inspection_bytes(self) -> int:
         found = self._headers(("train", "val", "test"), None)
-        largest = max((one.pixels for one in found), default=0)
-        return decoding_threads(largest, PIXELS) * max((one.decode_bytes for one in found), default=0)
+        threads = decoding_threads(one.pixels for one in found)
+        return threads * max((one.decode_bytes for one in found), default=0)
 
     def _headers(self, splits: Sequence[str], target_size: tuple[int, int] | None) -> list[Header]:
         files = [self._parts[split].images for split in splits if split in self._parts]
@@ -182,8 +182,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
 
     def decode(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        largest = max((one.pixels for one in self._headers(tuple(self._decoded), None)), default=0)
-        threads = decoding_threads(largest, PIXELS)
+        threads = decoding_threads(one.pixels for one in self._headers(tuple(self._decoded), None))
         # An evaluation reads all images of its split, and few steps of training read only some training images.
         for split, store in reversed(self._decoded.items()):
             dataset, missing = self._dataset(split, training=split == "train"), store.missing()

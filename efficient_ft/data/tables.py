@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
-from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted, shortened, some, verb
+from efficient_ft.core.text import plain_line, printable, shortened
+from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.file_list import unreadable
 from efficient_ft.data.parquet import read_parquet
 

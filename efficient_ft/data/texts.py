@@ -17,8 +17,8 @@ import numpy as np
 
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
-from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import and_more, counted, shortened, some, some_groups, verb
+from efficient_ft.core.text import plain_line, printable, shortened
+from efficient_ft.data.counts import counted, most_frequent, some, some_groups, verb
 from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
 from efficient_ft.data.tables import spelling
@@ -177,8 +177,7 @@ def _classes(
 def reasons_of(skipped: Mapping[str, str]) -> str:
     """Return the most frequent reasons in `TextListing.skipped` as text, with counts."""
     counts = Counter(why.removeprefix(f"{place}: ").rstrip(".") for place, why in skipped.items())
-    shown = ", ".join(f"{why} ×{count:,}" for why, count in counts.most_common(4))
-    return shown + and_more(len(counts) - 4, "reason")
+    return most_frequent(counts, 4, "reason")
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)
