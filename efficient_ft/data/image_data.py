@@ -158,7 +158,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}
-        files = {split: part for split, part in self._parts.items() if split in transforms and part.is_files}
+        files = {name: self._parts[name] for name in transforms if isinstance(self._parts[name].images, Paths)}
         if config.keep_decoded == "off" or not files or (epochs == 1 and not on):
             return
         if any(transforms[split].resized_shape is None for split in files):

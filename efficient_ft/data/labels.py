@@ -33,7 +33,7 @@ from efficient_ft.data.label_columns import (
     without_header,
 )  # fmt: skip
 from efficient_ft.data.label_forms import FORMS
-from efficient_ft.data.listing import Listing, Samples, hold_out_test, split_by_groups
+from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.splits import SPLITS, Split, show, split_of
 from efficient_ft.data.tables import MISSING, Records, short, spelling
 
@@ -134,7 +134,7 @@ class _Reader:
             origins |= {split: printable(Path(name).name) for split, name in self._settings.file.items()}
             file = origins["train"]
         if val is None and test is None:
-            train, test = split_by_groups(train, form.groups(train.labels), hold_out_test)
+            train, test = hold_out_test(train, form.groups(train.labels))
             origins["test"] = f"a fifth of {file}, held out"
         elif test is None:
             self._notes.append(

@@ -283,9 +283,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         For example, the samples of a segmentation data set have several classes each.
         """
         labels = self._labels(self._parts["train"])
-        if labels is None or labels.ndim != 1 or labels.dtype.kind != "i":
-            return None
-        return np.bincount(labels, minlength=self.num_classes)
+        return None if labels is None else np.bincount(labels, minlength=self.num_classes)
 
     def content_digest(self) -> str:
         """Return a digest of the training samples and of the samples on which the best epoch is selected."""
