@@ -306,6 +306,11 @@ class MaskListing(AnyListing):
     val: MaskSamples | None = None
     test: MaskSamples | None = None
 
+    @property
+    def class_names(self) -> list[str]:
+        """Class names, indexed by label."""
+        return list(self.classes.names)
+
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes and the files.
 
