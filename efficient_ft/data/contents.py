@@ -135,8 +135,7 @@ def _of_file(path: str, complete: bool = False) -> str:
             size = os.fstat(file.fileno()).st_size
             found.update(b"%d " % size)
             if size <= _COMPLETE or complete:
-                while piece := file.read(_COMPLETE):
-                    found.update(piece)
+                hashlib.file_digest(file, lambda: found)
             else:
                 for number in range(_PIECES):
                     file.seek((size - _PIECE) * number // (_PIECES - 1))

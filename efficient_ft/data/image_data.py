@@ -87,9 +87,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         for name, part in parts.items():
             if isinstance(part.images, Paths):
                 # Every image is decoded completely, because truncated files are not detected otherwise.
-                bad = find_failures(self._read, part.images, len(part), f"reading {name} images")
+                paths = list(part.images)
+                bad = find_failures(self._read, paths, f"reading {name} images")
                 self._skipped.update(bad)
-                left = [i for i, path in enumerate(part.images) if path not in bad]
+                left = [i for i, path in enumerate(paths) if path not in bad]
                 parts[name] = part.take(np.asarray(left, dtype=np.int64))
         counts = self._per_class(parts["train"])
         gone = [] if counts is None else [repr(listing.class_names[label]) for label in np.flatnonzero(counts == 0)]

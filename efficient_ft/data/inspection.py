@@ -64,12 +64,10 @@ def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_
     return bar
 
 
-def find_failures(
-    function: Callable[[_Item], object], items: Iterable[_Item], total: int, description: str
-) -> dict[_Item, str]:
+def find_failures(function: Callable[[_Item], object], items: Sequence[_Item], description: str) -> dict[_Item, str]:
     """Call a function for all items in threads, and return the message of each raised `UserError`, keyed by item.
 
-    `items` is iterated over twice. A progress bar shows the description and the total number of items.
+    A progress bar shows the description.
     """
 
     def message(item: _Item) -> str | None:
@@ -79,7 +77,7 @@ def find_failures(
             return str(error)
         return None
 
-    messages = progress(in_threads(message, items), total, description)
+    messages = progress(in_threads(message, items), len(items), description)
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 

@@ -61,7 +61,6 @@ class DecodedImages:
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)
         self.bytes = self._count * math.prod(self._shape)
-        self._full = False
 
     @cached_property
     def _store(self) -> RowStore:
@@ -82,13 +81,13 @@ class DecodedImages:
 
     def keep(self, index: int, image: Image.Image) -> None:
         """Store a resized image. If the disk is full, log a warning and store no further images."""
-        if self._full:
+        if self._store.full:
             return
         pixels = torch.from_numpy(np.array(image).reshape(1, -1))
         try:
             self._store.write([index], pixels)
         except StoreFullError:
-            self._full = True
+            self._store.full = True
             text = "The disk that contains %s is full. Images that are not stored are decoded in every epoch."
             log.warning(text, self.folder)
 
@@ -154,22 +153,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         with suppress(UserError):
             self._image(index)
 
-    def _augmented(self, keys: Sequence[tuple[int, int]]) -> list[Image.Image]:
-        return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Load one image as a float32 tensor of shape (C, H, W), and return the image and its label.
-
-        Raise `UserError` if the file cannot be read.
-        """
-        image = self._transform.normalize(self._augmented([key]))[0]
-        label: Any = self.labels[key[1]]
-        return image, int(label) if label.ndim == 0 else label
-
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
         """Load images, float32 (B, C, H, W), and labels, int64 (B,). Return a `LoadFailure` if a file is unreadable."""
         try:
-            images = self._augmented(keys)
+            images = load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
         except UserError as error:
             return LoadFailure(str(error))
         return self._transform.normalize(images), self.labels[[index for _, index in keys]]

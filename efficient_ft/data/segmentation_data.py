@@ -227,7 +227,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
         images = self._samples(part, False, name == "train")
-        failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
+        failures = find_failures(images.read, range(len(part)), f"reading {name}")
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
         left = [i for i in range(len(part)) if i not in failures]
         if not left:

@@ -59,11 +59,6 @@ class TextListing(AnyListing):
     #: Reason for each unusable row or file, keyed by location.
     skipped: dict[str, str] = field(default_factory=dict, kw_only=True)
 
-    @property
-    def size(self) -> int:
-        """Number of texts, including unusable texts."""
-        return len(self.skipped) + sum(map(len, splits_of(self).values()))
-
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the texts, labels and class names."""
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(errors="surrogateescape"), digest_size=4)
