@@ -94,7 +94,6 @@ class DecodedImages:
 
 _CACHE_BYTES = 64 << 20  # maximum total size of the resized images that are cached in memory
 _Sample = TypeVar("_Sample")
-_Key = TypeVar("_Key")
 
 
 @dataclass
@@ -245,79 +244,3 @@ def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, 
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-class EpochSampler(Sampler[_Key]):
-    """A sampler whose order depends on the epoch.
-
-    Attributes:
-        epoch: epoch of the next iteration.
-        start: number of keys that the next iteration skips, because an interrupted run has already used these keys.
-            `start` is reset to 0 when the iteration starts, and does not affect `len`.
-    """
-
-    epoch = 0
-    start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this method."""
-        self.epoch = epoch
-
-
-class CounterSampler(EpochSampler[tuple[int, int]]):
-    """A sampler that yields the (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
-
-    In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
-    If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
-    number of batches. This also avoids a last batch of a single image, for which BatchNorm fails.
-
-    Args:
-        size: number of images.
-        seed: seed of the random order.
-        rank: rank of this process, 0 ≤ rank < world.
-        world: number of processes.
-        shuffle: if True, shuffle the images differently in each epoch. If False, use the same order in each epoch, for
-            evaluation.
-        batch_size: training batch size of each process, or None to use all images.
-
-    Attributes:
-        used: number of images that all processes together use in an epoch.
-    """
-
-    def __init__(
-        self, size: int, seed: int, rank: int = 0, world: int = 1, shuffle: bool = True, batch_size: int | None = None
-    ) -> None:
-        assert 0 <= rank < world, f"rank {rank} of {world}"
-        self.used = size if batch_size is None else _used(size, world, batch_size)
-        self.size, self.seed, self.rank, self.world, self.shuffle = size, seed, rank, world, shuffle
-
-    def __len__(self) -> int:
-        return len(range(self.rank, self.used, self.world))
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        start, self.start = self.start, 0
-        epochs, indices = self._keys(self.epoch if self.shuffle else 0)
-        mine = slice(self.rank, self.used, self.world)
-        for epoch, index in zip(epochs[mine][start:], indices[mine][start:], strict=True):  # lists need more memory
-            yield int(epoch), int(index)
-
-    def _keys(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of all processes in an epoch as two arrays (`size`,): epochs and indices."""
-        # Without shuffling, the order is also random, because data sets are often sorted by class and a limited
-        # evaluation uses only the first batches.
-        order = np.random.default_rng([self.seed, epoch] if self.shuffle else 0).permutation(self.size)
-        return np.broadcast_to(np.int64(epoch), self.size), order
-
-
-def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images that all processes together use in an epoch.
-
-    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
-    """
-    each, more = divmod(size, world)
-    if each < batch_size:  # each process loads one batch, so no image is skipped
-        return size if each else 0
-    last = each % batch_size
-    if last == 1:
-        return (each - 1) * world
-    return each * world if last == 0 and more else size

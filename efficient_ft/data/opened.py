@@ -17,14 +17,14 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.balanced_sampler import BalancedSampler
 from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
 from efficient_ft.data.inspection import Inspection, SplitSummary, Summary, spread
 from efficient_ft.data.listing import AnyListing
-from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
+from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
+from efficient_ft.data.samplers import BalancedSampler, CounterSampler
 from efficient_ft.data.splits import SPLITS
 from efficient_ft.data.transforms import to_pictures
 
