@@ -14,11 +14,7 @@ import torch
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import UserError
-from efficient_ft.data import (
-    Transform,
-    loader,
-    open_data,
-)
+from efficient_ft.data import Transform, loader, open_data
 from efficient_ft.data.listing import Samples
 from efficient_ft.data.loader import SplitDataset
 from tests.data.pictures import SPEC, epoch_of, truncate
@@ -100,8 +96,7 @@ def test_small_images_kept_in_memory_are_the_same_as_others(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(
-    ("workers", "split"),
-    [(0, "train"), (0, "test"), (2, "train"), pytest.param(2, "test", marks=pytest.mark.slow)],
+    ("workers", "split"), [(0, "train"), (0, "test"), (2, "train"), pytest.param(2, "test", marks=pytest.mark.slow)]
 )
 def test_a_corrupt_image_stops_with_its_path_alone(
     folders: Make, data_config: Config, workers: int, split: str
