@@ -243,17 +243,13 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
         found.facts["stored_values"] = [low, high]
         dark = [high for _, high in stored if high <= _DEPTHS[-1]]
         setting = f"'data.value_range=[0,{next((d for d in _DEPTHS if max(dark, default=0) <= d), _DEPTHS[-1])}]'"
-        if decoding.value_range is None and low >= 0 and len(dark) == len(stored):
-            advice = f" Set {setting}."
-            found.warnings.append(
-                f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so"
-                f" these images appear dark.{advice}"
-            )
-        elif decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
+        if decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
+            mixed = len(dark) < len(stored)
+            others = " If the other images are from a different source, rescale them." if mixed else ""
+            advice = "" if mixed else f" Set {setting}."
             found.warnings.append(
                 f"{len(dark):,} of {len(stored):,} decoded gray images with more than 8 bits {verb(len(dark))} values"
-                f" of at most {max(dark):g}, so these images are dark. If the other images are from a different source,"
-                f" rescale them and set {setting}."
+                f" of at most {max(dark):g}, so these images are dark.{others} Set {setting}."
             )
         clipped = float(np.mean([image.clipped for image in decoded if image.stored is not None]))
         if clipped > 0.01:
