@@ -328,13 +328,13 @@ def _read_rte(root: Path, config: DataConfig) -> TextListing:
     assert config.text is not None, "refused by `config.check`"
     folder, found, settings = root / "RTE", SplitRows(), config.text
     for split, (name, count) in _RTE.items():
-        read = read_rows(folder / name, settings)
-        if len(read.rows) != count:
+        rows, read = read_rows(folder / name, settings)
+        if len(rows) != count:
             raise UserError(
-                f"The file {printable((folder / name).absolute())} contains {counted(len(read.rows), 'row')} instead of"
+                f"The file {printable((folder / name).absolute())} contains {counted(len(rows), 'row')} instead of"
                 f" {count:,}. Remove the folder and run the command again to download the data set."
             )
-        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
+        found.rows[split], found.origins[split], found.columns = rows, f"{name} ({read.origin})", read.columns
         found.notes += read.notes
     listing = listing_of(found, folder, settings)
     listing.notes.append("The RTE test labels are not public. As in the papers, validation texts are used for testing.")

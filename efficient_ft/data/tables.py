@@ -223,6 +223,11 @@ class Records:
     notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
     columns: list[str] = field(default_factory=list)  # column names
 
+    @property
+    def origin(self) -> str:
+        """The numbers of rows and lines as text."""
+        return f"{counted(len(self.records), 'row')} in {counted(self.lines, 'line')}"
+
 
 def read_records(path: Path, form: TableFormat) -> Records:
     """Read the records of a .csv, .tsv or .jsonl file, which may be compressed with gzip, or of a .parquet file.

@@ -94,8 +94,8 @@ def read_texts(
     if splits is not None:
         raise SettingError("data.splits", show(splits), "null if data.root is a file", "Pass the folder as data.root.")
     reader = Reader(root.parent, settings, follow_links)
-    read = reader.rows_of(root)
-    reader.found.rows["train"], reader.found.columns = read.rows, read.columns
+    rows, read = reader.rows_of(root)
+    reader.found.rows["train"], reader.found.columns = rows, read.columns
     reader.found.origins["train"] = f"{printable(root.name)} ({read.origin})"
     reader.note_siblings(root)
     return listing_of(reader.found, root, settings)
