@@ -182,7 +182,7 @@ class DataConfig(Section):
     train_on_val: bool = True
     on_corrupt: Literal["stop", "skip"] = "stop"
     #: How often each class is drawn in an epoch: as often as it occurs (shuffle), each class equally often (balanced),
-    #: or in proportion to the square root of its number of training samples (sqrt). See `data.balanced_sampler`.
+    #: or in proportion to the square root of its number of training samples (sqrt). See `data.samplers`.
     sampler: Literal["shuffle", "balanced", "sqrt"] = "shuffle"
     augment: AugmentConfig = AugmentConfig()
     #: Settings of a segmentation data set, or null for a data set without masks.

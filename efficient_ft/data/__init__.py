@@ -12,8 +12,8 @@ With `data.on_corrupt=skip`, all images are decoded once at the start. Unreadabl
 
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.images import Decoding, read_image
-from efficient_ft.data.loader import CounterSampler
 from efficient_ft.data.round_robin import RoundRobinData, RoundRobinSampler
+from efficient_ft.data.samplers import CounterSampler
 from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.sources import class_count, missing_data, open_data, open_texts, read_data
 from efficient_ft.data.text_data import TextData

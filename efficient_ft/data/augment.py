@@ -5,10 +5,7 @@ All of them are transforms of `torchvision.transforms.v2`, which draw their rand
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,7 +15,7 @@ from torchvision.transforms import InterpolationMode, v2
 
 from efficient_ft.config.augment import resolved
 from efficient_ft.config.schema import AugmentConfig
-from efficient_ft.data.loader import LoadFailure, SplitDataset
+from efficient_ft.data.loader import LoadFailure, SplitDataset, seed_cpu
 
 
 def further_steps(augment: AugmentConfig, mean: Sequence[float]) -> list[nn.Module]:
@@ -83,22 +80,10 @@ class MixedDataset(Dataset[Any]):
             return loaded
         images, labels = loaded
         targets = nn.functional.one_hot(labels, self._classes).float()
-        with _seeded(self._seed, keys):
+        with torch.random.fork_rng(devices=[]):
+            seed_cpu(self._seed, *(number for key in keys for number in key), purpose=b"mix")
             if torch.rand(()) >= self._probability:
                 return images, targets
             way = self._ways[int(torch.randint(len(self._ways), ()))]
             mixed: tuple[Tensor, Tensor] = way(images, targets)
         return mixed
-
-
-@contextmanager
-def _seeded(seed: int, keys: Sequence[tuple[int, int]]) -> Iterator[None]:
-    """Return a context manager in which torch's CPU generator is seeded with (seed, keys)."""
-    text = struct.pack(f"<{1 + 2 * len(keys)}q", seed, *(number for key in keys for number in key))
-    state = torch.default_generator.get_state()
-    try:
-        digest = hashlib.blake2b(text, digest_size=8, person=b"mix").digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
-        yield
-    finally:
-        torch.default_generator.set_state(state)

@@ -72,8 +72,7 @@ def looked_at(listing: Any, root: str | os.PathLike[str] = "") -> Contents:
 
     Files are read only when `Contents.read` is called. File names in messages are relative to `root`.
     """
-    classes = getattr(listing, "classes", None) or listing.class_names
-    names = list(getattr(classes, "names", classes))
+    names, classes = listing.class_names, getattr(listing, "classes", None)
     ids, colors = (getattr(classes, key, None) or [None] * len(names) for key in ("ids", "colors"))
     each = zip(names, ids, colors, strict=True)
     hashes = "".join(_hash(repr(one).encode(errors="surrogateescape")) for one in each)
@@ -135,8 +134,7 @@ def _of_file(path: str, complete: bool = False) -> str:
             size = os.fstat(file.fileno()).st_size
             found.update(b"%d " % size)
             if size <= _COMPLETE or complete:
-                while piece := file.read(_COMPLETE):
-                    found.update(piece)
+                hashlib.file_digest(file, lambda: found)
             else:
                 for number in range(_PIECES):
                     file.seek((size - _PIECE) * number // (_PIECES - 1))

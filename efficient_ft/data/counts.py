@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from efficient_ft.core.text import plain_line, printable
@@ -33,6 +34,7 @@ def some_groups(groups: Sequence[Sequence[str]], counts: Mapping[str, int]) -> s
     return "; ".join(shown) + and_more(len(groups) - 3)
 
 
-def shortened(text: str, length: int) -> str:
-    """Shorten a text to at most `length` characters. A shortened text ends with an ellipsis."""
-    return text if len(text) <= length else f"{text[: length - 1]}…"
+def most_frequent(counts: Counter[str], limit: int, noun: str) -> str:
+    """Format the most frequent keys with their counts, for example ``.txt ×3, .csv ×1 and 2 more kinds``."""
+    shown = ", ".join(f"{name} ×{count:,}" for name, count in counts.most_common(limit))
+    return shown + and_more(len(counts) - limit, noun)

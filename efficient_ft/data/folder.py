@@ -11,7 +11,7 @@ import numpy as np
 
 from efficient_ft.core.errors import UserError, did_you_mean
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import and_more, counted, some, verb
+from efficient_ft.data.counts import counted, most_frequent, some, verb
 from efficient_ft.data.file_list import FileList, Paths, is_folder, links_in, visible_entries
 from efficient_ft.data.images import EXTENSIONS, class_name, is_image, reading_hint
 from efficient_ft.data.layout import Layout, find_layout, labels_hint, same_class
@@ -213,7 +213,7 @@ def _left_out(others: Counter[str], layout: Layout, files: FileList) -> dict[str
     for kind in [kind for kind in others if reading_hint(kind)]:
         left_out[f"{kind} files: {reading_hint(kind)}"] = others.pop(kind)
     if others:
-        left_out[f"not images: {_kinds(others)}"] = others.total()
+        left_out[f"not images: {most_frequent(others, 5, 'kind')}"] = others.total()
     if layout.loose:
         left_out["images outside of class folders"] = layout.loose
     unused = [folder for folder in layout.unused if folder.total and not folder.link]
@@ -231,13 +231,8 @@ def _left_out(others: Counter[str], layout: Layout, files: FileList) -> dict[str
     return left_out
 
 
-def _kinds(others: Counter[str]) -> str:
-    listed = ", ".join(f"{kind} ×{count:,}" for kind, count in others.most_common(5))
-    return listed + and_more(len(others) - 5, "kind")
-
-
 def _other_files(others: Counter[str]) -> str:
     if not others:
         return ""
     hints = dict.fromkeys(f" For {kind} files: {hint}." for kind in others if (hint := reading_hint(kind)))
-    return f" Other files: {_kinds(others)}.{''.join(hints)}"
+    return f" Other files: {most_frequent(others, 5, 'kind')}.{''.join(hints)}"

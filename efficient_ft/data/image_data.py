@@ -18,7 +18,7 @@ from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.data.augment import MixedDataset, further_steps
 from efficient_ft.data.file_list import Paths
 from efficient_ft.data.images import Decoding, read_image
-from efficient_ft.data.inspect_images import PIXELS, inspect_images
+from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection, decoding_threads, find_failures, in_threads
 from efficient_ft.data.listing import Listing, Samples, splits_of, stratified_split
 from efficient_ft.data.loader import DecodedImages, Loader, SplitDataset
@@ -87,9 +87,10 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         for name, part in parts.items():
             if isinstance(part.images, Paths):
                 # Every image is decoded completely, because truncated files are not detected otherwise.
-                bad = find_failures(self._read, part.images, len(part), f"reading {name} images")
+                paths = list(part.images)
+                bad = find_failures(self._read, paths, f"reading {name} images")
                 self._skipped.update(bad)
-                left = [i for i, path in enumerate(part.images) if path not in bad]
+                left = [i for i, path in enumerate(paths) if path not in bad]
                 parts[name] = part.take(np.asarray(left, dtype=np.int64))
         counts = self._per_class(parts["train"])
         gone = [] if counts is None else [repr(listing.class_names[label]) for label in np.flatnonzero(counts == 0)]
@@ -120,8 +121,8 @@ class ImageData(OpenedData[Samples, SplitDataset]):
 
     def inspection_bytes(self) -> int:
         found = self._headers(("train", "val", "test"), None)
-        largest = max((one.pixels for one in found), default=0)
-        return decoding_threads(largest, PIXELS) * max((one.decode_bytes for one in found), default=0)
+        threads = decoding_threads(one.pixels for one in found)
+        return threads * max((one.decode_bytes for one in found), default=0)
 
     def _headers(self, splits: Sequence[str], target_size: tuple[int, int] | None) -> list[Header]:
         files = [self._parts[split].images for split in splits if split in self._parts]
@@ -158,7 +159,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
         """
         config, on = self._config, self._config.keep_decoded == "on"
         transforms = {"train": self._train_transform, self.best_split: self.transform_eval}
-        files = {split: part for split, part in self._parts.items() if split in transforms and part.is_files}
+        files = {name: self._parts[name] for name in transforms if isinstance(self._parts[name].images, Paths)}
         if config.keep_decoded == "off" or not files or (epochs == 1 and not on):
             return
         if any(transforms[split].resized_shape is None for split in files):
@@ -182,8 +183,7 @@ class ImageData(OpenedData[Samples, SplitDataset]):
 
     def decode(self, seconds: float) -> None:
         end = time.monotonic() + seconds
-        largest = max((one.pixels for one in self._headers(tuple(self._decoded), None)), default=0)
-        threads = decoding_threads(largest, PIXELS)
+        threads = decoding_threads(one.pixels for one in self._headers(tuple(self._decoded), None))
         # An evaluation reads all images of its split, and few steps of training read only some training images.
         for split, store in reversed(self._decoded.items()):
             dataset, missing = self._dataset(split, training=split == "train"), store.missing()

@@ -14,7 +14,8 @@ from functools import cache
 from typing import IO, Any
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps, TiffImagePlugin, features
+from PIL import Image, ImageCms, ImageOps, features
+from PIL.TiffImagePlugin import BITSPERSAMPLE, PHOTOMETRIC_INTERPRETATION, SAMPLESPERPIXEL, ImageFileDirectory_v2
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
@@ -136,7 +137,7 @@ def opened(path: str | os.PathLike[str], decoding: Decoding | None = None) -> It
 def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     """Decode an opened image to an upright RGB image. Raise `ValueError` if the pixels cannot be converted to RGB."""
     # Pillow drops bands that it cannot represent, so TIFF images with such bands are rejected.
-    bands = int(image.tag_v2.get(277, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
+    bands = int(image.tag_v2.get(SAMPLESPERPIXEL, 1)) if image.format == "TIFF" else 1  # type: ignore[attr-defined]
     if bands > len(image.getbands()) or image.mode == "RGBX":
         raise ValueError(_too_many(bands))
     levels = _stored_levels(image) if decoding.value_range else 1.0
@@ -163,14 +164,15 @@ def to_rgb(image: Image.Image, decoding: Decoding) -> Image.Image:
     return image.convert("RGB")
 
 
-def _arguments(image: Image.Image) -> Any:
+def tile_arguments(image: Image.Image) -> Any:
+    """Return the arguments of the decoder of an opened image, which denote the pixel format in the file."""
     tiles = getattr(image, "tile", None)
     return tiles[0][3] if tiles else None
 
 
 def has_16_bits(image: Image.Image) -> bool:
     """Return True if an opened gray or color image has more than 8 bits per value."""
-    return ";16" in str(_arguments(image)) or image.mode.startswith("I") or image.mode == "F"
+    return ";16" in str(tile_arguments(image)) or image.mode.startswith("I") or image.mode == "F"
 
 
 def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, levels: float) -> Image.Image:
@@ -186,7 +188,7 @@ def _eight_bits(image: Image.Image, value_range: tuple[float, float] | None, lev
         )
     low, high = value_range or (0, 65535)
     scaled = ((values - low) / ((high - low) / 255)).round().clip(0, 255).astype(np.uint8)
-    if image.format == "TIFF" and image.tag_v2.get(262) == 0:  # type: ignore[attr-defined]
+    if image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC_INTERPRETATION) == 0:  # type: ignore[attr-defined]
         scaled = 255 - scaled  # 0 is white in this file, but Pillow inverts only 8-bit images
     return Image.fromarray(scaled)
 
@@ -196,7 +198,7 @@ def _stored_levels(image: Image.Image) -> float:
 
     This function must be called before the image is loaded.
     """
-    if image.format == "PPM" and image.mode == "I" and isinstance(args := _arguments(image), tuple):
+    if image.format == "PPM" and image.mode == "I" and isinstance(args := tile_arguments(image), tuple):
         return float(args[-1]) / 65535
     if image.format == "JPEG2000" and image.mode.startswith("I"):
         file: Any = image.fp  # type: ignore[attr-defined]
@@ -253,13 +255,13 @@ def _plugin(kind: str) -> str:
 def _why_not(file: IO[bytes], name: str, error: Exception) -> str:
     if name == "TIFF" and ("pixel mode" in str(error) or "samples per pixel" in str(error)):
         file.seek(0)
-        tags = TiffImagePlugin.ImageFileDirectory_v2(file.read(8))
+        tags = ImageFileDirectory_v2(file.read(8))
         file.seek(tags.next)
         tags.load(file)
-        bands = int(tags.get(277, 1))
+        bands = int(tags.get(SAMPLESPERPIXEL, 1))
         if bands > 4 or bands == 2:
             return _too_many(bands)
-        bits = "×".join(str(bit) for bit in tags.get(258, ()))
+        bits = "×".join(str(bit) for bit in tags.get(BITSPERSAMPLE, ()))
         return f"TIFF images with {bands} bands of {bits} bits are not supported. Save the image with 8 or 16 bits"
     known = str(error) not in ("", "not identified by this driver")
     return str(error) if known else f"the {name} header of the file is invalid"

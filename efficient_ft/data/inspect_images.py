@@ -18,13 +18,13 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import counted, some, verb
+from efficient_ft.data.counts import counted, most_frequent, some, verb
 from efficient_ft.data.images import Decoding, has_16_bits, opened, to_rgb
 from efficient_ft.data.inspection import DECODED, HEADERS, Inspection, decoding_threads, in_threads, progress, spread
 from efficient_ft.data.listing import Samples
 
 #: Maximum number of pixels to decode in a quick inspection, and number of images that are always decoded.
-PIXELS, _FIRST = 16_000_000, 4
+_PIXELS, _FIRST = 16_000_000, 4
 _ENLARGED = 4.0  # enlargement factor above which a warning is issued
 _DEPTHS = (255, 1023, 4095, 16383)  # suggested upper limits of ``data.value_range`` for dark images
 #: Maximum numbers of duplicate groups and paths per group in the record, and maximum number of images that are compared
@@ -104,8 +104,8 @@ def inspect_images(
     else:
         list(in_threads(lambda image: look(image, False), every))
         chosen = _to_decode(every)
-        largest = max((image.size[0] * image.size[1] for image in chosen), default=0)
-        list(in_threads(lambda image: look(image, True), chosen, decoding_threads(largest, PIXELS)))
+        threads = decoding_threads(image.size[0] * image.size[1] for image in chosen)
+        list(in_threads(lambda image: look(image, True), chosen, threads))
     found.problems = {image.path: image.error for image in every if image.error is not None}
     if found.problems and not thorough:
         why = next(iter(found.problems.values()))
@@ -138,13 +138,13 @@ def _images(parts: Mapping[str, Samples], chosen: np.ndarray) -> list[_Seen]:
 
 
 def _to_decode(images: Sequence[_Seen]) -> list[_Seen]:
-    """Select `_FIRST` evenly spaced images to decode, and further images up to `PIXELS` pixels in total."""
+    """Select `_FIRST` evenly spaced images to decode, and further images up to `_PIXELS` pixels in total."""
     readable = [image for image in images if image.error is None and not image.decoded]
     chosen: list[_Seen] = []
     pixels = 0
     for k in spread(len(readable), DECODED).tolist() if readable else []:
         width, height = readable[k].size
-        if len(chosen) < _FIRST or pixels + width * height <= PIXELS:
+        if len(chosen) < _FIRST or pixels + width * height <= _PIXELS:
             chosen.append(readable[k])
             pixels += width * height
     return chosen
@@ -204,7 +204,7 @@ def _report_sizes(found: Inspection, images: Sequence[_Seen], total: int, input:
     found.facts["modes"] = dict(modes.most_common())
     found.facts |= {"examined": len(images), "decoded": len(decoded), "samples": total}
     shown = f"{_by(low)} to {_by(high)} (median {_by(middle)})" if low != high else _by(low)
-    kinds = ", ".join(modes) if len(modes) == 1 else ", ".join(f"{m} ×{n:,}" for m, n in modes.most_common(4))
+    kinds = ", ".join(modes) if len(modes) == 1 else most_frequent(modes, 4, "mode")
     line = f"images: {shown}, {kinds}"
     if decoded:
         values = min(image.values[0] for image in decoded), max(image.values[1] for image in decoded)
@@ -243,17 +243,13 @@ def _report_values(found: Inspection, decoded: Sequence[_Seen], decoding: Decodi
         found.facts["stored_values"] = [low, high]
         dark = [high for _, high in stored if high <= _DEPTHS[-1]]
         setting = f"'data.value_range=[0,{next((d for d in _DEPTHS if max(dark, default=0) <= d), _DEPTHS[-1])}]'"
-        if decoding.value_range is None and low >= 0 and len(dark) == len(stored):
-            advice = f" Set {setting}."
-            found.warnings.append(
-                f"Gray images with more than 8 bits ({len(stored):,} decoded) have a maximum value of {high:g}, so"
-                f" these images appear dark.{advice}"
-            )
-        elif decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
+        if decoding.value_range is None and low >= 0 and len(dark) * 2 > len(stored):
+            mixed = len(dark) < len(stored)
+            others = " If the other images are from a different source, rescale them." if mixed else ""
+            advice = "" if mixed else f" Set {setting}."
             found.warnings.append(
                 f"{len(dark):,} of {len(stored):,} decoded gray images with more than 8 bits {verb(len(dark))} values"
-                f" of at most {max(dark):g}, so these images are dark. If the other images are from a different source,"
-                f" rescale them and set {setting}."
+                f" of at most {max(dark):g}, so these images are dark.{others} Set {setting}."
             )
         clipped = float(np.mean([image.clipped for image in decoded if image.stored is not None]))
         if clipped > 0.01:

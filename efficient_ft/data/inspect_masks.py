@@ -249,7 +249,7 @@ def _problems(
         for split, part in parts.items()
         for image, mask in zip(part.images, part.masks, strict=True)
     ]
-    for (image, mask, _), message in find_failures(read, jobs, len(jobs), "masks").items():
+    for (image, mask, _), message in find_failures(read, jobs, "masks").items():
         result.problems[image if mask in unreadable else mask] = message
 
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from efficient_ft.core.format import format_percent
-from efficient_ft.core.text import plain_line
+from efficient_ft.core.text import plain_line, shortened
 from efficient_ft.core.tokenizer import Tokenizer
-from efficient_ft.data.counts import counted, shortened, some, verb
+from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.inspection import Inspection, spread
 from efficient_ft.data.texts import Texts, is_number
 

@@ -12,10 +12,11 @@ import numpy as np
 from tqdm import tqdm
 
 from efficient_ft.core.errors import UserError
-from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted, shortened, some, verb
+from efficient_ft.core.text import plain_line, printable, shortened
+from efficient_ft.data.counts import counted, some, verb
 
 HEADERS, DECODED = 1024, 48  # number of headers read and number of samples decoded in a quick inspection
+_PARALLEL = 16_000_000  # maximum total number of pixels of images that are decoded in parallel
 
 
 @dataclass
@@ -33,12 +34,12 @@ def spread(size: int, count: int) -> np.ndarray:
     return np.unique(np.linspace(0, max(size - 1, 0), min(size, count)).round().astype(np.int64))
 
 
-def decoding_threads(pixels: int, limit: int) -> int:
-    """Return the number of threads (1 to 8) that decode images of `pixels` pixels in parallel.
+def decoding_threads(pixels: Iterable[int]) -> int:
+    """Return the number of threads (1 to 8) that decode images with the given numbers of pixels in parallel.
 
-    If the number is greater than 1, the images decoded in parallel have at most `limit` pixels in total.
+    If the number is greater than 1, the images decoded in parallel have at most `_PARALLEL` pixels in total.
     """
-    return max(1, min(8, os.cpu_count() or 1, limit // max(pixels, 1)))
+    return max(1, min(8, os.cpu_count() or 1, _PARALLEL // max((1, *pixels))))
 
 
 _Item = TypeVar("_Item")
@@ -46,7 +47,7 @@ _Result = TypeVar("_Result")
 
 
 def in_threads(
-    function: Callable[[_Item], _Result], items: Sequence[_Item] | Iterable[_Item], threads: int | None = None
+    function: Callable[[_Item], _Result], items: Iterable[_Item], threads: int | None = None
 ) -> Iterable[_Result]:
     """Yield ``function(item)`` for each item, in the order of the items.
 
@@ -63,12 +64,10 @@ def progress(items: Iterable[_Item], total: int, description: str) -> Iterable[_
     return bar
 
 
-def find_failures(
-    function: Callable[[_Item], object], items: Sequence[_Item] | Iterable[_Item], total: int, description: str
-) -> dict[_Item, str]:
+def find_failures(function: Callable[[_Item], object], items: Sequence[_Item], description: str) -> dict[_Item, str]:
     """Call a function for all items in threads, and return the message of each raised `UserError`, keyed by item.
 
-    `items` is iterated over twice. A progress bar shows the description and the total number of items.
+    A progress bar shows the description.
     """
 
     def message(item: _Item) -> str | None:
@@ -78,7 +77,7 @@ def find_failures(
             return str(error)
         return None
 
-    messages = progress(in_threads(message, items), total, description)
+    messages = progress(in_threads(message, items), len(items), description)
     return {item: text for item, text in zip(items, messages, strict=True) if text is not None}
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from efficient_ft.config.schema import LabelsConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, some
-from efficient_ft.data.images import EXTENSIONS as IMAGES
+from efficient_ft.data.images import is_image
 from efficient_ft.data.splits import split_of
 from efficient_ft.data.tables import (
     PARQUET,
@@ -60,7 +59,9 @@ def read_table(path: Path, settings: LabelsConfig) -> Records:
 
 def find_image(path: Path, read: Records, settings: LabelsConfig) -> str:
     """Return the column with the image files. Raise `UserError` if the column cannot be recognized."""
-    column = settings.image or named(read.columns, FILES) or _with_extensions(read)
+    column = settings.image or named(read.columns, FILES)
+    if column is None:  # the first column whose values are all names of image files
+        column = next((c for c in read.columns if all(_is_image(one.cells.get(c)) for one in read.records)), None)
     if column is None:
         raise unknown_column(path, read, settings, "image", "the column with the image files")
     return column
@@ -77,13 +78,8 @@ def named(columns: Sequence[str], names: Sequence[str]) -> str | None:
     return next((plain[name] for name in names if name in plain), None)
 
 
-def _with_extensions(read: Records) -> str | None:
-    """Return the first column whose values are all names of image files."""
-    return next((c for c in read.columns if all(_is_image(one.cells.get(c)) for one in read.records)), None)
-
-
 def _is_image(value: Any) -> bool:
-    return isinstance(value, str) and os.path.splitext(value.strip())[1].lower() in IMAGES
+    return isinstance(value, str) and is_image(value.strip())
 
 
 def without_header(path: Path, settings: LabelsConfig) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +18,7 @@ from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.inspect_images import inspect_images
 from efficient_ft.data.inspection import Inspection
 from efficient_ft.data.label_forms import LabelForm, Numbers, SeveralLabels
-from efficient_ft.data.listing import Listing, Samples, split_by_groups, stratified_split
+from efficient_ft.data.listing import Listing, Samples, stratified_split
 from efficient_ft.data.loader import SplitDataset
 
 #: Minimum number of images with a label for which the threshold of this label is tuned without a warning.
@@ -35,8 +33,7 @@ class _LabelFileData(ImageData):
     def _hold_out(self, samples: Samples, fraction: float, seed: int) -> tuple[Samples, Samples]:
         assert self._config.labels is not None
         groups = self.form(self._config.labels).groups(samples.labels)
-        hold_out: Callable[[Samples], Any] = partial(stratified_split, fraction=fraction, seed=seed)
-        return split_by_groups(samples, groups, hold_out)
+        return stratified_split(samples, fraction, seed, groups)
 
     def _labels(self, part: Samples) -> None:  # type: ignore[override]
         return None
@@ -108,9 +105,6 @@ class TargetData(_LabelFileData):
                 f"All training images have the same target {plain_line(constant[0])!r}. Choose another target with"
                 " data.labels.label=NAME."
             )
-
-    def _per_class(self, part: Samples) -> None:
-        return None
 
     def inspect(self, *, thorough: bool = False) -> Inspection:
         found = super().inspect(thorough=thorough)

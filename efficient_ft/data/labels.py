@@ -33,7 +33,7 @@ from efficient_ft.data.label_columns import (
     without_header,
 )  # fmt: skip
 from efficient_ft.data.label_forms import FORMS
-from efficient_ft.data.listing import Listing, Samples, hold_out_test, split_by_groups
+from efficient_ft.data.listing import Listing, Samples, hold_out_test
 from efficient_ft.data.splits import SPLITS, Split, show, split_of
 from efficient_ft.data.tables import MISSING, Records, short, spelling
 
@@ -119,7 +119,11 @@ class _Reader:
         by_split: dict[Split, list[str]] = {}
         for path in sorted(entries):
             by_split.setdefault(entries[path].split or "train", []).append(path)
-        self._check_splits(by_split)
+        if "train" not in by_split:
+            raise UserError(
+                f"{self._settings.file} lists no training images, but {some(list(by_split))} images. Add rows with the"
+                " split train, or set data.labels.split=none."
+            )
         form = self._form
         names = self._classes(entries, by_split) if form.has_classes else form.columns
         numbers = {name: number for number, name in enumerate(names)}
@@ -134,7 +138,7 @@ class _Reader:
             origins |= {split: printable(Path(name).name) for split, name in self._settings.file.items()}
             file = origins["train"]
         if val is None and test is None:
-            train, test = split_by_groups(train, form.groups(train.labels), hold_out_test)
+            train, test = hold_out_test(train, form.groups(train.labels))
             origins["test"] = f"a fifth of {file}, held out"
         elif test is None:
             self._notes.append(
@@ -219,14 +223,15 @@ class _Reader:
                 self._unlabeled.add(self._images.find(value, place) or "")
                 continue
             cells = {column: record.cells.get(column) for column in labels}
-            empty = [column for column, cell in cells.items() if self._is_missing(cell)]
+            texts = {column: cell_text(cell) for column, cell in cells.items() if not isinstance(cell, list)}
+            empty = [column for column, text in texts.items() if text in self._missing]
             problem = None
             if record.width is not None:
                 problem = f"{counted(record.width, 'cell')} for {counted(len(read.columns), 'column')}"
             elif not value:
                 problem = f"no image in column {image!r}"
             elif empty and form.required:
-                problem = f"no {form.noun.removesuffix('s')} in column {empty[0]!r}{self._why(cells[empty[0]])}"
+                problem = f"no {form.noun.removesuffix('s')} in column {empty[0]!r}{_why_missing(texts[empty[0]])}"
             if problem is None:
                 known = {c: "" if len(labels) == 1 and c in empty else cell for c, cell in cells.items()}
                 yield value, form.parse(known, place), split or of_row, place
@@ -236,14 +241,6 @@ class _Reader:
             else:
                 do = "Correct the row, or skip such rows with data.on_corrupt=skip."
                 raise UserError(f"{place}: {problem}. {do}")
-
-    def _is_missing(self, cell: Any) -> bool:
-        return not isinstance(cell, list) and cell_text(cell) in self._missing
-
-    def _why(self, cell: Any) -> str:
-        """Return why a cell that is not empty counts as missing, or an empty string."""
-        text = cell_text(cell)
-        return f" ({text!r}{'' if text in MISSING else '; data.labels.missing'})" if text else ""
 
     # Splits
 
@@ -293,13 +290,6 @@ class _Reader:
     def _of_rows(self, read: Records, column: str, of_value: Mapping[str, Any]) -> list[Any]:
         """Return the split of each row, given the split of each value of the split column."""
         return [of_value[cell_text(one.cells.get(column))] if one.width is None else None for one in read.records]
-
-    def _check_splits(self, by_split: Mapping[Split, Sequence[str]]) -> None:
-        if "train" not in by_split:
-            raise UserError(
-                f"{self._settings.file} lists no training images, but {some(list(by_split))} images. Add rows with the"
-                " split train, or set data.labels.split=none."
-            )
 
     # Classes and images
 
@@ -459,6 +449,11 @@ class _Images:
         """Return the number of images in the searched folders that are not in `used`."""
         every = ((folder, name) for folder, (_, stems) in self._folders.items() for of in stems.values() for name in of)
         return sum(os.path.join(folder, name) not in used for folder, name in every)
+
+
+def _why_missing(text: str) -> str:
+    """Return why a cell that is not empty counts as missing, or an empty string."""
+    return f" ({text!r}{'' if text in MISSING else '; data.labels.missing'})" if text else ""
 
 
 def _values(values: Iterable[str]) -> str:

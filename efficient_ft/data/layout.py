@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.text import printable
+from efficient_ft.core.text import printable, shortened
 from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.file_list import is_hidden, links_in
 from efficient_ft.data.images import is_image
@@ -47,9 +47,7 @@ class Folder:
     @property
     def shown(self) -> str:
         """The shortened name with a trailing slash, used in messages."""
-        name = printable(self.name)
-        short = name if len(name) <= _LETTERS else f"{name[:_LETTERS]}…"
-        return f"{short}/" if name else printable(self.path)
+        return f"{shortened(printable(self.name), _LETTERS)}/" if self.name else printable(self.path)
 
     def enter(self, entry: os.DirEntry[str]) -> Folder:
         """Create a subfolder for a directory entry, and return the subfolder."""

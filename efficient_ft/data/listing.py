@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -13,9 +13,6 @@ import numpy as np
 from efficient_ft.data.file_list import Paths, size_and_time
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.splits import SPLITS
-
-_TEST_SEED = 0  # constant, so that the test images do not depend on the seed of the run
-_TEST_FRACTION = 0.2
 
 #: Maximum number of files per split whose sizes are read for a digest. Reading more sizes would be slow on remote file
 #: systems.
@@ -44,11 +41,6 @@ class Samples:
 
     def __len__(self) -> int:
         return len(self.labels)
-
-    @property
-    def is_files(self) -> bool:
-        """Return True if the images are file paths, and False if the images are pixels in memory."""
-        return isinstance(self.images, Paths)
 
     def take(self, indices: np.ndarray) -> Samples:
         """Return the samples at `indices`, in that order."""
@@ -134,17 +126,21 @@ class Labeled(Protocol):
 _Samples = TypeVar("_Samples", bound=Labeled)
 
 
-def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Samples, _Samples]:
+def stratified_split(
+    samples: _Samples, fraction: float, seed: int, groups: np.ndarray | None = None
+) -> tuple[_Samples, _Samples]:
     """Hold out a fraction of every class, and return the kept and the held-out samples in the order of `samples`.
 
     If a class has at least two samples, at least one sample is held out and at least one sample is kept. The choice
-    within a class depends only on the seed and on the samples of this class.
+    within a class depends only on the seed and on the samples of this class. If `groups`, int64 (N,), is given, a
+    fraction of every group is held out instead.
     """
+    labels = samples.labels if groups is None else groups
     held_out = np.zeros(len(samples), dtype=bool)
-    by_class = np.argsort(samples.labels, kind="stable")
-    starts = np.flatnonzero(np.diff(samples.labels[by_class])) + 1
+    by_class = np.argsort(labels, kind="stable")
+    starts = np.flatnonzero(np.diff(labels[by_class])) + 1
     for positions in np.split(by_class, starts) if len(samples) else []:
-        label = int(samples.labels[positions[0]])
+        label = int(labels[positions[0]])
         n = len(positions)
         count = min(max(int(n * fraction + 0.5), 1), n - 1)
         chosen = np.random.default_rng([seed, label]).permutation(n)[:count]
@@ -152,19 +148,11 @@ def stratified_split(samples: _Samples, fraction: float, seed: int) -> tuple[_Sa
     return samples.take(np.flatnonzero(~held_out)), samples.take(np.flatnonzero(held_out))
 
 
-def split_by_groups(
-    samples: Samples, groups: np.ndarray, hold_out: Callable[[Samples], tuple[Samples, Samples]]
-) -> tuple[Samples, Samples]:
-    """Hold out samples of every group, int64 (N,), instead of every class. See `stratified_split`."""
-    kept, held_out = hold_out(Samples(np.arange(len(samples)), groups))
-    return samples.take(np.asarray(kept.images)), samples.take(np.asarray(held_out.images))
-
-
 def label_bytes(labels: np.ndarray) -> memoryview:
     """Return integer or floating-point labels as little-endian bytes, usually without a copy."""
     return np.ascontiguousarray(labels, dtype="<f8" if labels.dtype.kind == "f" else "<i8").data
 
 
-def hold_out_test(samples: _Samples) -> tuple[_Samples, _Samples]:
-    """Hold out one fifth of every class for testing, and return (train, test). All runs use the same split."""
-    return stratified_split(samples, _TEST_FRACTION, _TEST_SEED)
+def hold_out_test(samples: _Samples, groups: np.ndarray | None = None) -> tuple[_Samples, _Samples]:
+    """Hold out one fifth of every class or group for testing, and return (train, test). All runs use the same split."""
+    return stratified_split(samples, fraction=0.2, seed=0, groups=groups)

@@ -61,7 +61,6 @@ class DecodedImages:
         name = hashlib.blake2b(json.dumps(self._about, sort_keys=True).encode(), digest_size=8).hexdigest()
         self.folder, self._count = root / name, len(samples)
         self.bytes = self._count * math.prod(self._shape)
-        self._full = False
 
     @cached_property
     def _store(self) -> RowStore:
@@ -82,20 +81,19 @@ class DecodedImages:
 
     def keep(self, index: int, image: Image.Image) -> None:
         """Store a resized image. If the disk is full, log a warning and store no further images."""
-        if self._full:
+        if self._store.full:
             return
         pixels = torch.from_numpy(np.array(image).reshape(1, -1))
         try:
             self._store.write([index], pixels)
         except StoreFullError:
-            self._full = True
+            self._store.full = True
             text = "The disk that contains %s is full. Images that are not stored are decoded in every epoch."
             log.warning(text, self.folder)
 
 
 _CACHE_BYTES = 64 << 20  # maximum total size of the resized images that are cached in memory
 _Sample = TypeVar("_Sample")
-_Key = TypeVar("_Key")
 
 
 @dataclass
@@ -154,22 +152,10 @@ class SplitDataset(Dataset[tuple[Tensor, int]]):
         with suppress(UserError):
             self._image(index)
 
-    def _augmented(self, keys: Sequence[tuple[int, int]]) -> list[Image.Image]:
-        return load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
-
-    def __getitem__(self, key: tuple[int, int]) -> tuple[Tensor, int]:
-        """Load one image as a float32 tensor of shape (C, H, W), and return the image and its label.
-
-        Raise `UserError` if the file cannot be read.
-        """
-        image = self._transform.normalize(self._augmented([key]))[0]
-        label: Any = self.labels[key[1]]
-        return image, int(label) if label.ndim == 0 else label
-
     def __getitems__(self, keys: list[tuple[int, int]]) -> tuple[Tensor, Tensor] | LoadFailure:
         """Load images, float32 (B, C, H, W), and labels, int64 (B,). Return a `LoadFailure` if a file is unreadable."""
         try:
-            images = self._augmented(keys)
+            images = load_seeded(self._seed, keys, lambda index: self._transform.augment(self._image(index)))
         except UserError as error:
             return LoadFailure(str(error))
         return self._transform.normalize(images), self.labels[[index for _, index in keys]]
@@ -181,22 +167,20 @@ def load_seeded(seed: int, keys: Sequence[tuple[int, int]], load: Callable[[int]
     Before a sample is loaded, torch's CPU generator is seeded with (seed, epoch, index). The state of the generator is
     restored at the end. The function `load` must load and augment the sample with the given index.
     """
-    # torch.random.fork_rng and torch.manual_seed would also affect the generators of GPUs.
-    state = torch.default_generator.get_state()
-    try:
+    with torch.random.fork_rng(devices=[]):
         samples = []
         for epoch, index in keys:
-            torch.default_generator.manual_seed(sample_seed(seed, epoch, index))
+            seed_cpu(seed, epoch, index)
             samples.append(load(index))
         return samples
-    finally:
-        torch.default_generator.set_state(state)
 
 
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Return the 63-bit seed of a sample in an epoch. The seed is the same on all machines."""
-    digest = hashlib.blake2b(struct.pack("<qqq", seed, epoch, index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def seed_cpu(*numbers: int, purpose: bytes = b"") -> None:
+    """Seed torch's CPU generator with a hash of `numbers` and `purpose`, which is the same on all machines."""
+    text = struct.pack(f"<{len(numbers)}q", *numbers)
+    digest = hashlib.blake2b(text, digest_size=8, person=purpose).digest()
+    # torch.manual_seed would also seed the generators of GPUs.
+    torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
 class Loader(DataLoader[tuple[Tensor, int]]):
@@ -260,79 +244,3 @@ def make_loader(dataset: Dataset[Any], sampler: Sampler[Any], num_workers: int, 
 
 def _unchanged(batch: Any) -> Any:
     return batch
-
-
-class EpochSampler(Sampler[_Key]):
-    """A sampler whose order depends on the epoch.
-
-    Attributes:
-        epoch: epoch of the next iteration.
-        start: number of keys that the next iteration skips, because an interrupted run has already used these keys.
-            `start` is reset to 0 when the iteration starts, and does not affect `len`.
-    """
-
-    epoch = 0
-    start = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of the next iteration. Lightning calls this method."""
-        self.epoch = epoch
-
-
-class CounterSampler(EpochSampler[tuple[int, int]]):
-    """A sampler that yields the (epoch, index) pairs of one process in an order that depends only on (seed, epoch).
-
-    In each epoch, each image is used by at most one process. The numbers of images per process differ by at most one.
-    If `batch_size` is given, a few images at the end of the order are skipped, so that all processes have the same
-    number of batches. This also avoids a last batch of a single image, for which BatchNorm fails.
-
-    Args:
-        size: number of images.
-        seed: seed of the random order.
-        rank: rank of this process, 0 ≤ rank < world.
-        world: number of processes.
-        shuffle: if True, shuffle the images differently in each epoch. If False, use the same order in each epoch, for
-            evaluation.
-        batch_size: training batch size of each process, or None to use all images.
-
-    Attributes:
-        used: number of images that all processes together use in an epoch.
-    """
-
-    def __init__(
-        self, size: int, seed: int, rank: int = 0, world: int = 1, shuffle: bool = True, batch_size: int | None = None
-    ) -> None:
-        assert 0 <= rank < world, f"rank {rank} of {world}"
-        self.used = size if batch_size is None else _used(size, world, batch_size)
-        self.size, self.seed, self.rank, self.world, self.shuffle = size, seed, rank, world, shuffle
-
-    def __len__(self) -> int:
-        return len(range(self.rank, self.used, self.world))
-
-    def __iter__(self) -> Iterator[tuple[int, int]]:
-        start, self.start = self.start, 0
-        epochs, indices = self._keys(self.epoch if self.shuffle else 0)
-        mine = slice(self.rank, self.used, self.world)
-        for epoch, index in zip(epochs[mine][start:], indices[mine][start:], strict=True):  # lists need more memory
-            yield int(epoch), int(index)
-
-    def _keys(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the keys of all processes in an epoch as two arrays (`size`,): epochs and indices."""
-        # Without shuffling, the order is also random, because data sets are often sorted by class and a limited
-        # evaluation uses only the first batches.
-        order = np.random.default_rng([self.seed, epoch] if self.shuffle else 0).permutation(self.size)
-        return np.broadcast_to(np.int64(epoch), self.size), order
-
-
-def _used(size: int, world: int, batch_size: int) -> int:
-    """Return the number of images that all processes together use in an epoch.
-
-    With this number, all processes have the same number of batches, and a last batch of a single image is avoided.
-    """
-    each, more = divmod(size, world)
-    if each < batch_size:  # each process loads one batch, so no image is skipped
-        return size if each else 0
-    last = each % batch_size
-    if last == 1:
-        return (each - 1) * world
-    return each * world if last == 0 and more else size

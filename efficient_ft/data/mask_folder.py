@@ -14,7 +14,7 @@ from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.class_list import FILES, folder_classes
-from efficient_ft.data.counts import counted, some, verb
+from efficient_ft.data.counts import counted, most_frequent, some, verb
 from efficient_ft.data.file_list import FileList, links_in
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.inspection import spread
@@ -247,7 +247,6 @@ def _lacking(
         has = verb(len(found.masks))
         text += f" {counted(len(found.masks), 'mask')} {has} no image: {some(found.masks, 3)}."
     elif others:
-        listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3))
-        allowed = ", ".join(MASK_EXTENSIONS)
+        listed, allowed = most_frequent(others, 3, "kind"), ", ".join(MASK_EXTENSIONS)
         text += f" The folder {printable(masks)} contains other files ({listed}). Masks must be {allowed} files."
     return UserError(f"{text} Add the mask, or remove the image.")

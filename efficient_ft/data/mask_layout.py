@@ -11,7 +11,7 @@ from pathlib import Path
 from efficient_ft.config.schema import MaskConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.text import printable
-from efficient_ft.data.counts import counted, some
+from efficient_ft.data.counts import counted, most_frequent, some
 from efficient_ft.data.file_list import is_folder, visible_entries
 from efficient_ft.data.images import EXTENSIONS
 from efficient_ft.data.mask_names import Kind, read_name
@@ -234,7 +234,7 @@ def _nothing(root: Path, tree: Tree, has_masks: bool) -> UserError:
     for area in tree.empty:
         if area.kind == "masks" and not has_masks:
             others = Counter(one.suffix.lower() or "no extension" for one in area.path.iterdir() if one.is_file())
-            listed = ", ".join(f"{kind} ×{count}" for kind, count in others.most_common(3)) or "no files"
+            listed = most_frequent(others, 3, "kind") or "no files"
             return UserError(
                 f"The folder {printable(area.path.absolute())} contains no masks (found: {listed}). Save each mask as a"
                 f" separate image file ({', '.join(MASK_EXTENSIONS)})."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -13,6 +13,7 @@ from typing import Literal
 from efficient_ft.data.splits import name_words, split_of
 
 Kind = Literal["images", "masks"]
+_Key = Callable[[str], str | None]  # function from a name to the key that equal names of images and masks share
 _IMAGES = frozenset(
     ["images", "image", "imgs", "img", "jpegimages", "jpgs", "jpegs", "photos", "photo", "pictures", "pics", "frames",
      "inputs", "input", "originals", "original", "rgb", "sat"]
@@ -70,28 +71,25 @@ def match_names(images: Sequence[str], masks: Sequence[str]) -> Matches:
 
     Images and masks may have different prefixes or suffixes. Names are relative paths without extensions.
     """
-    best = _matched(images, masks, {_plain(name): name for name in masks}, _plain, "")
+    best = _matched(images, masks, _plain, _plain, "")
     if best.images or best.masks:
+        candidates = [best]
         for prefix, suffix in _affixes(images, masks):
-            keys = {_cut(name, prefix, suffix): name for name in map(str, masks)}
-            keys.pop(None, None)
-            found = _matched(images, masks, keys, _plain, f"{prefix}NAME{suffix}")  # type: ignore[arg-type]
-            best = found if len(found.pairs) > len(best.pairs) else best
-        for reading, rule in (
+            core = partial(_cut, prefix=prefix, suffix=suffix)
+            candidates.append(_matched(images, masks, _plain, core, f"{prefix}NAME{suffix}"))
+        readings: tuple[tuple[Callable[[str], str], str], ...] = (
             (lambda name: _plain(name).casefold(), "ignoring case"),
             (_content, "ignoring words such as 'image' and 'mask'"),
-        ):
-            names = Counter(map(reading, masks))
-            if max(names.values(), default=2) > 1 or len(set(map(reading, images))) < len(images):
-                continue
-            found = _matched(images, masks, {reading(name): name for name in masks}, reading, rule)
-            best = found if len(found.pairs) > len(best.pairs) else best
+        )
+        for reading, rule in readings:
+            if all(len(set(map(reading, names))) == len(names) for names in (images, masks)):
+                candidates.append(_matched(images, masks, reading, reading, rule))
         own, others = _distinct(_common(images, masks), _common(masks, images))
         for image, mask in ((own, others), (("", own[1]), ("", others[1])), ((own[0], ""), (others[0], ""))):
-            cores = {cut: name for name in masks if (cut := _cut(name, *mask)) is not None}
+            own_core, core = (partial(_cut, prefix=prefix, suffix=suffix) for prefix, suffix in (image, mask))
             rule = f"{'NAME'.join(mask)} (images: {'NAME'.join(image)})"
-            found = _matched(images, masks, cores, partial(_cut, prefix=image[0], suffix=image[1]), rule)
-            best = replace(found, image_affix=image) if len(found.pairs) > len(best.pairs) else best
+            candidates.append(replace(_matched(images, masks, own_core, core, rule), image_affix=image))
+        best = max(candidates, key=lambda one: len(one.pairs))
         if best.masks and (best.rule or best.images):
             several, suffixes = _several(images, best, "") or _several(images, best, own[1]) or (None, ())
             best = replace(best, several=several, suffixes=suffixes)
@@ -135,8 +133,9 @@ def _start(texts: Sequence[str]) -> str:
     return low[: next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))]
 
 
-def _matched(images: Sequence[str], masks: Sequence[str], by_key: Mapping[str, str], key: object, rule: str) -> Matches:
-    pairs = [(name, by_key[key(name)]) for name in sorted(images) if key(name) in by_key]  # type: ignore[operator]
+def _matched(images: Sequence[str], masks: Sequence[str], image_key: _Key, mask_key: _Key, rule: str) -> Matches:
+    by_key = {key: name for name in masks if (key := mask_key(name)) is not None}
+    pairs = [(name, by_key[key]) for name in sorted(images) if (key := image_key(name)) in by_key]
     with_mask, used = {pair[0] for pair in pairs}, {pair[1] for pair in pairs}
     without_mask = sorted(name for name in images if name not in with_mask)
     return Matches(pairs, without_mask, sorted(name for name in masks if name not in used), rule if pairs else "")

@@ -8,19 +8,21 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image
+from PIL.ExifTags import Base
+from PIL.TiffImagePlugin import IMAGELENGTH, IMAGEWIDTH, PHOTOMETRIC_INTERPRETATION
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted
-from efficient_ft.data.images import FORMATS
+from efficient_ft.data.images import FORMATS, tile_arguments
 from efficient_ft.data.inspection import spread
 from efficient_ft.data.listing import DIGEST_FILES, AnyListing, hash_files, splits_of
 
@@ -30,8 +32,6 @@ MASK_EXTENSIONS = (".png", ".bmp", ".tif", ".tiff", ".gif")
 _EXACT = ("BMP", "GIF", "PNG", "TIFF")
 #: Factors by which Pillow scales 2-bit and 4-bit gray values to 8 bits.
 _FACTORS = {"L;2": 85, "L;2I": 85, "L;4": 17, "L;4I": 17}
-_INVERTED = 262  # TIFF tag PhotometricInterpretation; 0 means WhiteIsZero
-_ORIENTATION = 274
 #: For each EXIF orientation, the operation that rotates an image upright.
 _TURNS = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -66,23 +66,12 @@ class _UnusableMaskError(Exception):
     """An error for an unusable mask. The message of the error does not contain the path of the mask."""
 
 
-def read_pixels(path: str, orientation: int = 1) -> Pixels:
-    """Read the pixels of a mask and apply the EXIF orientation of its image.
-
-    Raise `UserError` if the file cannot be read, its format is lossy, or it has several pages.
-    """
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Image.Image]:
+    """Open a mask. Errors inside the ``with`` block are converted to `UserError`."""
     try:
         with Image.open(path, formats=FORMATS) as image:
-            _require_exact(image)
-            raw = _raw_mode(image)
-            image.load()
-            _require_upright(image)
-            if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has converted the values to 8 bits
-                raise _UnusableMaskError(
-                    f"the mask has {len(image.getbands())} channels of 16 bits. Save the mask with one class id per"
-                    " pixel, or with 8-bit colors."
-                )
-            return _pixels(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image, raw)
+            yield image
     except MemoryError:
         raise
     except _UnusableMaskError as error:
@@ -92,23 +81,35 @@ def read_pixels(path: str, orientation: int = 1) -> Pixels:
         raise UserError(f"{printable(path)}: the file cannot be read as a mask ({reason}).") from error
 
 
+def read_pixels(path: str, orientation: int = 1) -> Pixels:
+    """Read the pixels of a mask and apply the EXIF orientation of its image.
+
+    Raise `UserError` if the file cannot be read, its format is lossy, or it has several pages.
+    """
+    with _opened(path) as image:
+        _require_exact(image)
+        raw = _raw_mode(image)
+        image.load()
+        _require_upright(image)
+        if image.mode in ("RGB", "RGBA", "LA") and "16" in raw:  # Pillow has converted the values to 8 bits
+            raise _UnusableMaskError(
+                f"the mask has {len(image.getbands())} channels of 16 bits. Save the mask with one class id per"
+                " pixel, or with 8-bit colors."
+            )
+        return _pixels(image.transpose(_TURNS[orientation]) if orientation in _TURNS else image, raw)
+
+
 def read_header(path: str) -> Header:
     """Read the mode, the size and the palette of a mask. Raise `UserError` if the file cannot be read."""
-    try:
-        with Image.open(path, formats=FORMATS) as image:
-            palette = image.palette
-            if image.mode != "P" or palette is None:
-                return Header(image.mode, image.size)
-            if palette.rawmode == "RGB":
-                colors = np.frombuffer(bytes(palette.palette), np.uint8)
-            else:
-                colors = np.asarray(image.getpalette("RGB"), np.uint8)
-            return Header(image.mode, image.size, colors[: len(colors) // 3 * 3].reshape(-1, 3))
-    except MemoryError:
-        raise
-    except Exception as error:
-        reason = error or type(error).__name__
-        raise UserError(f"{printable(path)}: the file cannot be read as a mask ({reason}).") from error
+    with _opened(path) as image:
+        palette = image.palette
+        if image.mode != "P" or palette is None:
+            return Header(image.mode, image.size)
+        if palette.rawmode == "RGB":
+            colors = np.frombuffer(bytes(palette.palette), np.uint8)
+        else:
+            colors = np.asarray(image.getpalette("RGB"), np.uint8)
+        return Header(image.mode, image.size, colors[: len(colors) // 3 * 3].reshape(-1, 3))
 
 
 def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
@@ -121,7 +122,7 @@ def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
             without_exif = file.read(8) == b"\x89PNG\r\n\x1a\n" and not _png_has_exif(file)
         with Image.open(path, formats=FORMATS) as image:
             tags = getattr(image, "tag_v2", {})  # Pillow reports the upright size of TIFF images
-            size = (tags.get(256, image.width), tags.get(257, image.height))
+            size = (tags.get(IMAGEWIDTH, image.width), tags.get(IMAGELENGTH, image.height))
             return size, 1 if without_exif else _orientation(image)
     except MemoryError:
         raise
@@ -131,31 +132,29 @@ def raw_size(path: str) -> tuple[tuple[int, int], int] | None:
 
 def _orientation(image: Image.Image) -> int:
     with contextlib.suppress(Exception):  # if the EXIF block is broken, the orientation is 1
-        number = image.getexif().get(_ORIENTATION, 1)
+        number = image.getexif().get(Base.Orientation, 1)
         return number if number in _TURNS else 1
     return 1
 
 
-def _png_has_exif(file: object) -> bool:
+def _png_has_exif(file: BinaryIO) -> bool:
     """Return True if a PNG file has an orientation chunk. Pillow would decode the entire image to find this chunk."""
-    read, seek = file.read, file.seek  # type: ignore[attr-defined]
-    while len(start := read(8)) == 8:
+    while len(start := file.read(8)) == 8:
         kind, length = start[4:], int.from_bytes(start[:4], "big")
         if kind == b"eXIf":
             return True
         if kind in (b"tEXt", b"zTXt", b"iTXt") and length >= 20:
-            text = read(20)
+            text = file.read(20)
             if text.startswith((b"Raw profile type exi", b"XML:com.adobe.xmp")):
                 return True
             length -= 20
-        seek(length + 4, os.SEEK_CUR)
+        file.seek(length + 4, os.SEEK_CUR)
     return False
 
 
 def _raw_mode(image: Image.Image) -> str:
     """Return Pillow's name of the pixel format in the file, which may differ from `image.mode`."""
-    tiles = getattr(image, "tile", None)
-    arguments = tiles[0][3] if tiles else None
+    arguments = tile_arguments(image)
     if isinstance(arguments, tuple) and arguments:
         arguments = arguments[0]
     return arguments if isinstance(arguments, str) else image.mode
@@ -174,7 +173,7 @@ def _require_exact(image: Image.Image) -> None:
         raise _UnusableMaskError(f"a mask must have one page, got {frames}. Save only the page with the class ids.")
     if image.format == "TIFF":
         _require_upright(image)  # Pillow rotates TIFF images while loading
-        if getattr(image, "tag_v2", {}).get(_INVERTED) == 0:
+        if getattr(image, "tag_v2", {}).get(PHOTOMETRIC_INTERPRETATION) == 0:
             raise _UnusableMaskError(
                 "the value 0 is white in this file (PhotometricInterpretation WhiteIsZero), so the values are"
                 " ambiguous. Save the mask as a PNG file."
@@ -306,6 +305,11 @@ class MaskListing(AnyListing):
     train: MaskSamples
     val: MaskSamples | None = None
     test: MaskSamples | None = None
+
+    @property
+    def class_names(self) -> list[str]:
+        """Class names, indexed by label."""
+        return list(self.classes.names)
 
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the classes and the files.

@@ -17,14 +17,14 @@ from efficient_ft.config.schema import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.balanced_sampler import BalancedSampler
 from efficient_ft.data.contents import Contents, looked_at
 from efficient_ft.data.counts import counted, verb
 from efficient_ft.data.images import Decoding
 from efficient_ft.data.inspection import Inspection, SplitSummary, Summary, spread
 from efficient_ft.data.listing import AnyListing
-from efficient_ft.data.loader import CounterSampler, Loader, LoadFailure, make_loader
+from efficient_ft.data.loader import Loader, LoadFailure, make_loader
 from efficient_ft.data.reading import Reading
+from efficient_ft.data.samplers import BalancedSampler, CounterSampler
 from efficient_ft.data.splits import SPLITS
 from efficient_ft.data.transforms import to_pictures
 
@@ -283,9 +283,7 @@ class OpenedData(ABC, Generic[_Part, _Dataset]):
         For example, the samples of a segmentation data set have several classes each.
         """
         labels = self._labels(self._parts["train"])
-        if labels is None or labels.ndim != 1 or labels.dtype.kind != "i":
-            return None
-        return np.bincount(labels, minlength=self.num_classes)
+        return None if labels is None else np.bincount(labels, minlength=self.num_classes)
 
     def content_digest(self) -> str:
         """Return a digest of the training samples and of the samples on which the best epoch is selected."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ import numpy as np
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
-from efficient_ft.config.schema import MaskConfig, TextConfig
+from efficient_ft.config.schema import DataConfig, MaskConfig
 from efficient_ft.core.errors import UserError, first_line
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.core.network import unreachable
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, verb
-from efficient_ft.data.fetch import Archive
+from efficient_ft.data.fetch import Archive, fetch
 from efficient_ft.data.file_list import Paths, refuse_elsewhere
 from efficient_ft.data.listing import Listing, Samples, splits_of
 from efficient_ft.data.mask_folder import read_mask_folder
@@ -46,7 +46,7 @@ class PublishedSet:
     classes: int  # number of classes
     folder: str  # subfolder that contains all files; `data.root` may also be this folder
     archives: tuple[Archive, ...]  # files of the data set
-    read: Callable[..., Any]  # function that lists the samples below a root folder
+    lists: Callable[[Path, DataConfig], Any]  # function that lists the samples below a root folder
     intact: Callable[[Path], bool] | None = None  # function that verifies the checksums of the unpacked files
     by_hand: str | None = None  # reason why the data set cannot be downloaded, or None if it can be downloaded
     alternatives: str = _ALTERNATIVES  # sentence about other data sets, shown in messages
@@ -58,17 +58,30 @@ class PublishedSet:
             return path.parent
         return path
 
-    def pending(self, root: Path) -> list[Archive]:
-        """Return the archives that must be downloaded or unpacked."""
-        return [archive for archive in self.archives if archive.state(root) != "ready"]
+    def absent(self, root: Path) -> list[Archive]:
+        """Return the archives that must be downloaded or copied to the folder `root`."""
+        return [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
 
-    def missing(self, name: str, root: Path, download: bool) -> str | None:
+    def class_count(self, config: DataConfig) -> int:
+        """Return the number of classes."""
+        return self.classes
+
+    def read(self, config: DataConfig) -> Any:
+        """Download and unpack missing files, and list the samples of each split. Raise `UserError` if this fails."""
+        if (problem := self.missing(config)) is not None:
+            raise UserError(problem)
+        root = self.root(config.root)
+        fetch(self.archives, root)
+        return self.lists(root, config)
+
+    def missing(self, config: DataConfig) -> str | None:
         """Return an error message if files are missing and cannot be downloaded, or None otherwise.
 
-        The message contains `name` (the value of ``data.name``), the missing files, their expected locations below
-        `root`, and alternatives. If `download` is True, the server is queried for missing files.
+        The message contains the missing files, their expected locations, and alternatives. With ``data.download=true``,
+        the server is queried for missing files.
         """
-        absent = [archive for archive in self.archives if archive.state(root) in ("absent", "partial", "broken")]
+        name, root = config.name, self.root(config.root)
+        absent = self.absent(root)
         for archive in absent:
             if archive.state(root) == "broken" and self.by_hand is None:
                 return (
@@ -77,7 +90,8 @@ class PublishedSet:
                     f" {self.alternatives}"
                 )
         if not absent:
-            if self.intact is None or self.pending(root) or self.intact(root):
+            packed = any(archive.state(root) != "ready" for archive in self.archives)
+            if self.intact is None or packed or self.intact(root):
                 return None
             return (
                 f"data={name}: files in {(root / self.folder).absolute()} are damaged (the checksums differ). "
@@ -85,7 +99,7 @@ class PublishedSet:
             )
         if self.by_hand is not None:
             why = self.by_hand
-        elif not download:
+        elif not config.download:
             why = "data.download=false disables the download."
         else:
             assert absent[0].url is not None
@@ -102,18 +116,16 @@ class PublishedSet:
         return "\n".join([*lines, self.alternatives])
 
 
-def read_published(name: str, root: Path, follow_links: bool = False) -> Listing:
-    """List the samples of the published image data set `name`.
+def _read_images(read: Callable[[Path], Listing], root: Path, config: DataConfig) -> Listing:
+    """List the samples of a published image data set with `read`, and check them.
 
-    All archives of the data set must be in the state ``ready`` below `root`. Raise `UserError` if a list is damaged, or
-    if listed images do not exist or are outside of the data set. If `follow_links` is True, links that point outside of
-    the data set folder are followed.
+    Raise `UserError` if a list is damaged, or if listed images do not exist or are outside of the data set.
     """
-    source = PUBLISHED[name]
-    where = (root / source.folder).absolute()
+    name = config.name
+    where = (root / PUBLISHED[name].folder).absolute()
     again = f"Remove {where} and run the command again (the archives are kept), or use a complete copy of the data set."
     try:
-        listing: Listing = source.read(root)
+        listing = read(root)
     except Exception as error:  # readers raise exceptions of many types on damaged lists
         raise UserError(f"data={name}: the lists in {where} cannot be read ({error}). {again}") from error
     splits: dict[str, Samples] = splits_of(listing)
@@ -131,7 +143,7 @@ def read_published(name: str, root: Path, follow_links: bool = False) -> Listing
             f" {printable(gone[0])}. {again}"
         )
     for paths in files:
-        refuse_elsewhere(paths, where, follow_links)
+        refuse_elsewhere(paths, where, config.follow_links)
     return listing
 
 
@@ -148,7 +160,7 @@ def _samples(dataset: Any) -> Samples:
     return Samples(Paths(map(os.fspath, paths)), np.asarray(labels, dtype=np.int64))
 
 
-def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
+def _reader(kind: Any, *splits: str) -> Callable[[Path, DataConfig], Listing]:
     """Create a function that lists a torchvision data set with the splits (train, test) or (train, val, test)."""
 
     def read(root: Path) -> Listing:
@@ -157,7 +169,7 @@ def _reader(kind: Any, *splits: str) -> Callable[[Path], Listing]:
         names = [str(name) for name in parts[0].classes]
         return Listing(names, train, val[0] if val else None, test, recipe_trains_on_val=bool(val))
 
-    return read
+    return partial(_read_images, read)
 
 
 def _read_cub(root: Path) -> Listing:
@@ -194,7 +206,7 @@ def _cifar(kind: type[datasets.CIFAR10], title: str, classes: int, size: int) ->
         return all(check_integrity(root / kind.base_folder / name, md5) for name, md5 in files)
 
     archive = Archive(kind.filename, kind.base_folder, kind.url, kind.tgz_md5, size)
-    return PublishedSet(title, classes, kind.base_folder, (archive,), read, intact)
+    return PublishedSet(title, classes, kind.base_folder, (archive,), partial(_read_images, read), intact)
 
 
 def _file(
@@ -301,7 +313,7 @@ PUBLISHED: dict[str, PublishedSet] = {
                 contents=("images", "images.txt", "classes.txt", "image_class_labels.txt", "train_test_split.txt"),
             ),
         ),
-        _read_cub,
+        partial(_read_images, _read_cub),
         by_hand="Download the archive manually from https://data.caltech.edu/records/65de6-vp158.",
     ),
 }
@@ -311,17 +323,18 @@ PUBLISHED: dict[str, PublishedSet] = {
 _RTE: dict[Split, tuple[str, int]] = {"train": ("train.tsv", 2490), "test": ("dev.tsv", 277)}
 
 
-def _read_rte(root: Path, settings: TextConfig) -> TextListing:
+def _read_rte(root: Path, config: DataConfig) -> TextListing:
     """List the samples of RTE (Wang et al., "GLUE", ICLR 2019), a task of recognizing entailment between sentences."""
-    folder, found = root / "RTE", SplitRows()
+    assert config.text is not None, "refused by `config.check`"
+    folder, found, settings = root / "RTE", SplitRows(), config.text
     for split, (name, count) in _RTE.items():
-        read = read_rows(folder / name, settings)
-        if len(read.rows) != count:
+        rows, read = read_rows(folder / name, settings)
+        if len(rows) != count:
             raise UserError(
-                f"The file {printable((folder / name).absolute())} contains {counted(len(read.rows), 'row')} instead of"
+                f"The file {printable((folder / name).absolute())} contains {counted(len(rows), 'row')} instead of"
                 f" {count:,}. Remove the folder and run the command again to download the data set."
             )
-        found.rows[split], found.origins[split], found.columns = read.rows, f"{name} ({read.origin})", read.columns
+        found.rows[split], found.origins[split], found.columns = rows, f"{name} ({read.origin})", read.columns
         found.notes += read.notes
     listing = listing_of(found, folder, settings)
     listing.notes.append("The RTE test labels are not public. As in the papers, validation texts are used for testing.")
@@ -359,22 +372,35 @@ class MaskSet:
     folder: str  # default folder below `data.root`
     classes: Classes  # classes of the masks
     contents: tuple[str, ...]  # required paths, relative to the folder
-    read: Callable[[Path, bool], MaskListing]  # function (folder, follow_links) that lists the splits
+    lists: Callable[[Path, bool], MaskListing]  # function (folder, follow_links) that lists the splits
     source: str  # download location, shown in messages
 
-    def root(self, root: Path) -> Path:
+    def root(self, root: str | os.PathLike[str]) -> Path:
         """Return the folder of the data set, which is `root` or a folder below `root`."""
-        inside = root / self.folder
-        return inside if inside.is_dir() else root
+        path = Path(root).expanduser()
+        return path / self.folder if (path / self.folder).is_dir() else path
 
-    def missing(self, name: str, root: Path) -> str | None:
+    def absent(self, root: Path) -> list[str]:
+        """Return the required paths that do not exist in the folder `root`."""
+        return [entry for entry in self.contents if not (root / entry).exists()]
+
+    def class_count(self, config: DataConfig) -> int:
+        """Return the number of classes."""
+        return len(self.classes.names)
+
+    def read(self, config: DataConfig) -> MaskListing:
+        """List the images and masks of each split. Raise `UserError` if a file is missing or damaged."""
+        if (problem := self.missing(config)) is not None:
+            raise UserError(problem)
+        return self.lists(self.root(config.root), config.follow_links)
+
+    def missing(self, config: DataConfig) -> str | None:
         """Return an error message with the missing files and their expected location, or None if all files exist."""
-        folder = self.root(root)
-        absent = [entry for entry in self.contents if not (folder / entry).exists()]
-        if not absent:
+        folder = self.root(config.root)
+        if not (absent := self.absent(folder)):
             return None
         return (
-            f"data={name} ({self.title}): the folder {printable(folder.absolute())} does not contain"
+            f"data={config.name} ({self.title}): the folder {printable(folder.absolute())} does not contain"
             f" {', '.join(absent)}.\n"
             f"Download the data set from {self.source} and set data.root to the folder that contains"
             f" {', '.join(self.contents)}. For other layouts, use data=mask_folder."

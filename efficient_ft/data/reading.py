@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from PIL.ExifTags import Base
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.file_list import Paths, size_and_time
@@ -22,7 +23,6 @@ _LONGEST, _STATED = 256, 50_000
 #: rotated images, because rotation creates a copy.
 _BYTES = {"RGB": 4, "L": 5, "1": 5, "P": 5, "CMYK": 8, "YCbCr": 8}
 _COMPOSITED, _DEEP, _WEBP, _TURNED = 20, 28, 14, 4
-_ORIENTATION = 274
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def headers(
 
 def _header(path: str, decoding: Decoding | None, target_size: tuple[int, int] | None) -> Header | None:
     with contextlib.suppress(UserError), opened(path, decoding) as image:
-        turned = image.format in ("JPEG", "MPO", "TIFF") and image.getexif().get(_ORIENTATION, 1) != 1
+        turned = image.format in ("JPEG", "MPO", "TIFF") and image.getexif().get(Base.Orientation, 1) != 1
         upright = (image.height, image.width) if turned else image.size
         each = _DEEP if image.mode.startswith("I") or image.mode == "F" else _BYTES.get(image.mode, _COMPOSITED)
         each = _COMPOSITED if "transparency" in image.info else each

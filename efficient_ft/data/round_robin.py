@@ -15,8 +15,9 @@ from torch.utils.data import BatchSampler, Dataset
 
 from efficient_ft.core.errors import UserError
 from efficient_ft.data.image_data import ImageData
-from efficient_ft.data.loader import CounterSampler, EpochSampler, Loader, LoadFailure, SplitDataset, make_loader
+from efficient_ft.data.loader import Loader, LoadFailure, SplitDataset, make_loader
 from efficient_ft.data.opened import Split
+from efficient_ft.data.samplers import CounterSampler, EpochSampler
 
 
 class RoundRobinData:

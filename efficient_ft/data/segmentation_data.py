@@ -158,7 +158,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
     def __init__(self, listing: MaskListing, config: DataConfig, input: InputSpec, seed: int) -> None:
         assert config.masks is not None
-        super().__init__(config, seed, listing.classes.names, listing)
+        super().__init__(config, seed, listing.class_names, listing)
         self.classes, self.masks = listing.classes, config.masks
         self.decoding = Decoding(config.value_range, config.max_pixels)
         if Image.MAX_IMAGE_PIXELS is not None:  # the limit also applies to masks, which are as large as images
@@ -227,7 +227,7 @@ class SegmentationData(OpenedData[MaskSamples, MaskDataset]):
 
     def _readable(self, name: str, part: MaskSamples) -> MaskSamples:
         images = self._samples(part, False, name == "train")
-        failures = find_failures(images.read, range(len(part)), len(part), f"reading {name}")
+        failures = find_failures(images.read, range(len(part)), f"reading {name}")
         self._skipped.update({part.images[i]: why for i, why in failures.items()})
         left = [i for i in range(len(part)) if i not in failures]
         if not left:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -10,7 +13,6 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.digits import read_digits
-from efficient_ft.data.fetch import fetch
 from efficient_ft.data.folder import folder_classes, missing_folder, read_folder
 from efficient_ft.data.image_data import ImageData
 from efficient_ft.data.label_data import MultiLabelData, TargetData
@@ -18,20 +20,17 @@ from efficient_ft.data.labels import missing_labels, read_labels
 from efficient_ft.data.listing import Listing
 from efficient_ft.data.mask_folder import missing_mask_folder, read_mask_folder
 from efficient_ft.data.masks import MaskListing
-from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS, PublishedSet, read_published
+from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
 from efficient_ft.data.segmentation_data import SegmentationData
 from efficient_ft.data.text_data import TextData
 from efficient_ft.data.texts import TextListing, missing_text_folder, read_texts
-
-#: For each data set that reads a folder of the user, the function that returns the error message for a missing folder.
-_MISSING = {"folder": missing_folder, "mask_folder": missing_mask_folder, "text_folder": missing_text_folder}
 
 #: Classes of data sets whose images do not have exactly one class, keyed by the kind of task.
 _OF_LABELS: dict[str, type[ImageData]] = {"multilabel": MultiLabelData, "regression": TargetData}
 
 
 class DataSource(Protocol):
-    """A data set that is added by a task kind in another package."""
+    """A data set that a configuration can name. Task kinds in other packages may add data sets."""
 
     def missing(self, config: DataConfig) -> str | None:
         """Return an error message if files are missing, or None otherwise. See `missing_data`."""
@@ -43,8 +42,50 @@ class DataSource(Protocol):
         """Return an object that lists the samples of each split, with the attributes of `listing.Listing`."""
 
 
-#: Data sets of other packages, keyed by name. `training.kinds.registry.register` adds entries.
-SOURCES: dict[str, DataSource] = {}
+@dataclass(frozen=True)
+class _OwnData:
+    """A data set that is not published. Unless `count` is given, the classes are counted in the listing."""
+
+    missing: Callable[[DataConfig], str | None]
+    read: Callable[[DataConfig], Any]
+    count: Callable[[DataConfig], int | None] | None = None
+
+    def class_count(self, config: DataConfig) -> int | None:
+        if self.count is not None:
+            return self.count(config)
+        try:
+            return len(self.read(config).class_names)
+        except UserError:
+            return None
+
+
+def _root(config: DataConfig) -> Path:
+    return Path(config.root).expanduser()
+
+
+def _read_masks(config: DataConfig) -> MaskListing:
+    assert config.masks is not None, "refused by `config.check`"
+    return read_mask_folder(_root(config), config.masks, config.splits, config.follow_links)
+
+
+def _read_texts(config: DataConfig) -> TextListing:
+    assert config.text is not None, "refused by `config.check`"
+    return read_texts(_root(config), config.text, config.follow_links, config.splits)
+
+
+_OWN: dict[str, Any] = {
+    "folder": _OwnData(
+        lambda config: missing_folder(_root(config)),
+        lambda config: read_folder(_root(config), config.follow_links, config.splits),
+        lambda config: folder_classes(_root(config), config.splits, config.follow_links),
+    ),
+    "labels": _OwnData(missing_labels, read_labels),
+    "digits": _OwnData(lambda config: None, lambda config: read_digits()),
+    "mask_folder": _OwnData(lambda config: missing_mask_folder(_root(config)), _read_masks),
+    "text_folder": _OwnData(lambda config: missing_text_folder(_root(config)), _read_texts),
+}
+#: All data sets, keyed by name. `training.kinds.registry.register` adds data sets of other packages.
+SOURCES: ChainMap[str, Any] = ChainMap(_OWN, PUBLISHED, TEXT_SETS, MASK_SETS)
 
 
 def missing_data(config: DataConfig) -> str | None:
@@ -56,41 +97,12 @@ def missing_data(config: DataConfig) -> str | None:
         None if the files exist or can be downloaded now. Otherwise, a message with the missing files, their expected
         locations, and alternatives.
     """
-    if config.name == "digits":
-        return None
-    if config.name in SOURCES:
-        return SOURCES[config.name].missing(config)
-    root = Path(config.root).expanduser()
-    if config.labels is not None:
-        return missing_labels(config)
-    if config.name in _MISSING:
-        return _MISSING[config.name](root)
-    if config.name in MASK_SETS:
-        return MASK_SETS[config.name].missing(config.name, root)
-    source = _published(config)
-    return source.missing(config.name, source.root(root), config.download)
+    return _source(config).missing(config)
 
 
 def class_count(config: DataConfig) -> int | None:
     """Count the classes without opening an image. Return None if a folder cannot be read."""
-    if config.name == "digits":
-        return 10
-    if config.name in SOURCES:
-        return SOURCES[config.name].class_count(config)
-    if config.name == "folder":
-        return folder_classes(Path(config.root).expanduser(), config.splits, config.follow_links)
-    if config.name in MASK_SETS:
-        return len(MASK_SETS[config.name].classes.names)
-    try:
-        if config.labels is not None:
-            return len(read_labels(config).class_names)
-        if config.masks is not None:
-            return len(_read_masks(config).classes.names)
-        if config.name == "text_folder":
-            return len(_read_texts(config).class_names)
-    except UserError:
-        return None
-    return _published(config).classes
+    return _source(config).class_count(config)
 
 
 def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
@@ -99,19 +111,15 @@ def read_data(config: DataConfig) -> Listing | MaskListing | TextListing:
     Raises:
         UserError: If the data are missing or damaged.
     """
-    if config.name == "digits":
-        return read_digits()
-    if config.name in SOURCES:
-        return cast("Listing", SOURCES[config.name].read(config))
-    if config.name == "folder":
-        return read_folder(Path(config.root).expanduser(), config.follow_links, config.splits)
-    if config.labels is not None:
-        return read_labels(config)
-    if config.masks is not None:
-        return _read_masks(config)
-    if config.text is not None:
-        return _read_texts(config)
-    return read_published(config.name, _fetched(config, _published(config)), config.follow_links)
+    listing: Listing | MaskListing | TextListing = _source(config).read(config)
+    return listing
+
+
+def _source(config: DataConfig) -> DataSource:
+    if config.name not in SOURCES:
+        raise SettingError("data.name", config.name, list(SOURCES))
+    source: DataSource = SOURCES[config.name]
+    return source
 
 
 def open_data(config: DataConfig, input: InputSpec, seed: int) -> ImageData | SegmentationData:
@@ -137,39 +145,4 @@ def open_texts(config: DataConfig, tokenizer: Tokenizer, max_length: int, seed: 
     Raises:
         UserError: If the data are missing or damaged, or cannot be split as configured.
     """
-    return TextData(_read_texts(config), config, tokenizer, max_length, seed)
-
-
-def _fetched(config: DataConfig, source: PublishedSet) -> Path:
-    root = source.root(config.root)
-    if (problem := source.missing(config.name, root, config.download)) is not None:
-        raise UserError(problem)
-    fetch(source.pending(root), root)
-    return root
-
-
-def _read_texts(config: DataConfig) -> TextListing:
-    assert config.text is not None, "refused by `config.check`"
-    if config.name == "text_folder":
-        return read_texts(Path(config.root).expanduser(), config.text, config.follow_links, config.splits)
-    source = TEXT_SETS[config.name]
-    listing: TextListing = source.read(_fetched(config, source), config.text)
-    return listing
-
-
-def _read_masks(config: DataConfig) -> MaskListing:
-    root = Path(config.root).expanduser()
-    if config.name not in MASK_SETS:
-        assert config.masks is not None, "refused by `config.check`"
-        return read_mask_folder(root, config.masks, config.splits, config.follow_links)
-    source = MASK_SETS[config.name]
-    if (problem := source.missing(config.name, root)) is not None:
-        raise UserError(problem)
-    return source.read(source.root(root), config.follow_links)
-
-
-def _published(config: DataConfig) -> PublishedSet:
-    known = {**PUBLISHED, **TEXT_SETS}
-    if config.name not in known:
-        raise SettingError("data.name", config.name, ["folder", "labels", "digits", *PUBLISHED])
-    return known[config.name]
+    return TextData(cast("TextListing", read_data(config)), config, tokenizer, max_length, seed)

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean, first_line
-from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import counted, shortened, some, verb
+from efficient_ft.core.text import plain_line, printable, shortened
+from efficient_ft.data.counts import counted, some, verb
 from efficient_ft.data.file_list import unreadable
 from efficient_ft.data.parquet import read_parquet
 
@@ -222,6 +222,11 @@ class Records:
     lines: int = 0  # number of lines in the file
     notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
     columns: list[str] = field(default_factory=list)  # column names
+
+    @property
+    def origin(self) -> str:
+        """The numbers of rows and lines as text."""
+        return f"{counted(len(self.records), 'row')} in {counted(self.lines, 'line')}"
 
 
 def read_records(path: Path, form: TableFormat) -> Records:

@@ -64,7 +64,8 @@ class TextData(OpenedData[Texts, TextDataset]):
         super().__init__(config, seed, listing.class_names, listing)
         self.tokenizer, self.max_length = tokenizer, max_length
         if listing.skipped:
-            found = f"{len(listing.skipped):,} of {listing.size:,} texts cannot be used: {reasons_of(listing.skipped)}."
+            total = len(listing.skipped) + sum(map(len, splits_of(listing).values()))
+            found = f"{len(listing.skipped):,} of {total:,} texts cannot be used: {reasons_of(listing.skipped)}."
             if config.on_corrupt == "stop":
                 first = next(iter(listing.skipped.values()))
                 advice = "Correct these texts, or set data.on_corrupt=skip to skip them."

@@ -15,8 +15,8 @@ from efficient_ft.core.text import printable
 from efficient_ft.data.counts import and_more, counted, some
 from efficient_ft.data.file_list import FileList, links_in, visible_entries
 from efficient_ft.data.splits import SPLITS, Chosen, Split, ambiguous, part_names, places_of, repeated, show, splits_in
-from efficient_ft.data.tables import EXTENSIONS, clean_name, read_text, suffix_of
-from efficient_ft.data.text_rows import Row, Rows, read_rows
+from efficient_ft.data.tables import EXTENSIONS, Records, clean_name, read_text, suffix_of
+from efficient_ft.data.text_rows import Row, read_rows
 
 LAYOUT = (
     "Expected layout: a file of rows (.csv, .tsv or .jsonl), a folder that contains such files named train, val and"
@@ -113,18 +113,18 @@ class Reader:
                 origins.append("class folders" if place == self.root else f"{self._name(place)}/")
                 continue
             for file in files if place.is_dir() else [place]:
-                read = self.rows_of(file, advice)
-                rows += read.rows
+                of_file, read = self.rows_of(file, advice)
+                rows += of_file
                 origins.append(f"{self._name(file)} ({read.origin})")
                 if split == "train":
                     self.found.columns = self.found.columns or read.columns
         self.found.rows[split], self.found.origins[split] = rows, some(origins, 3)
 
-    def rows_of(self, file: Path, advice: str = "") -> Rows:
+    def rows_of(self, file: Path, advice: str = "") -> tuple[list[Row], Records]:
         """Read a file of rows (see `read_rows`), and append the notes about this file to `self.found.notes`."""
-        read = read_rows(file, self._settings, advice)
+        rows, read = read_rows(file, self._settings, advice)
         self.found.notes += read.notes
-        return read
+        return rows, read
 
     def _name(self, place: Path) -> str:
         return os.path.relpath(place, self.root)
@@ -224,7 +224,7 @@ class Reader:
         rows: dict[str, int | None] = {}
         for file in files[:6]:
             try:
-                rows[file.name] = len(read_rows(file, self._settings).rows)
+                rows[file.name] = len(read_rows(file, self._settings)[0])
             except UserError:
                 rows[file.name] = None
         order = sorted(rows, key=lambda name: -(rows[name] or 0))

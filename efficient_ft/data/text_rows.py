@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Container, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,16 @@ from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.text import printable
 from efficient_ft.data.counts import counted, some
-from efficient_ft.data.tables import MISSING, Record, TableFormat, clean_name, read_records, require_columns, short
+from efficient_ft.data.tables import (
+    MISSING,
+    Record,
+    Records,
+    TableFormat,
+    clean_name,
+    read_records,
+    require_columns,
+    short,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +41,10 @@ class Row:
         return self.file if self.line is None else f"{self.file}, line {self.line}"
 
 
-@dataclass
-class Rows:
-    """The rows of a file."""
-
-    rows: list[Row] = field(default_factory=list)  # all rows, including unusable rows
-    lines: int = 0  # number of lines in the file
-    notes: list[str] = field(default_factory=list)  # assumptions made while reading the file, one sentence each
-    columns: list[str] = field(default_factory=list)  # column names
-
-    @property
-    def origin(self) -> str:
-        """The numbers of rows and lines as text."""
-        return f"{counted(len(self.rows), 'row')} in {counted(self.lines, 'line')}"
-
-
-def read_rows(path: Path, settings: TextConfig, advice: str = "") -> Rows:
+def read_rows(path: Path, settings: TextConfig, advice: str = "") -> tuple[list[Row], Records]:
     """Read the rows of a .csv, .tsv or .jsonl file, which may be compressed with gzip.
+
+    Return all rows, including unusable rows, and the records from which they were created.
 
     Raise `UserError` if the format is not supported, a column is missing, or the rows are malformed, and `SettingError`
     if a setting is incompatible with the file. If a column is missing, the message ends with `advice`.
@@ -61,13 +57,12 @@ def read_rows(path: Path, settings: TextConfig, advice: str = "") -> Rows:
     require_columns(path, read, form, wanted, advice)
     numbers: Counter[str] = Counter()
     missing = MISSING.union(map(str, settings.missing))
-    found = Rows(lines=read.lines, notes=read.notes, columns=read.columns)
-    found.rows = [_row(name, record, settings, missing, numbers, len(read.columns)) for record in read.records]
-    found.notes += [
+    rows = [_row(name, record, settings, missing, numbers, len(read.columns)) for record in read.records]
+    read.notes += [
         f"{name}: numbers and booleans in column {column!r} are converted to text in {counted(count, 'row')}."
         for column, count in numbers.items()
     ]
-    return found
+    return rows, read
 
 
 def _row(

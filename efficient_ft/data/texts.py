@@ -17,8 +17,8 @@ import numpy as np
 
 from efficient_ft.config.schema import TextConfig
 from efficient_ft.core.errors import SettingError, UserError, did_you_mean
-from efficient_ft.core.text import plain_line, printable
-from efficient_ft.data.counts import and_more, counted, shortened, some, some_groups, verb
+from efficient_ft.core.text import plain_line, printable, shortened
+from efficient_ft.data.counts import counted, most_frequent, some, some_groups, verb
 from efficient_ft.data.listing import AnyListing, hold_out_test, splits_of
 from efficient_ft.data.splits import Chosen, show
 from efficient_ft.data.tables import spelling
@@ -59,11 +59,6 @@ class TextListing(AnyListing):
     #: Reason for each unusable row or file, keyed by location.
     skipped: dict[str, str] = field(default_factory=dict, kw_only=True)
 
-    @property
-    def size(self) -> int:
-        """Number of texts, including unusable texts."""
-        return len(self.skipped) + sum(map(len, splits_of(self).values()))
-
     def digest(self) -> str:
         """Return a digest (8 hex digits) of the texts, labels and class names."""
         hasher = hashlib.blake2b("\n".join(self.class_names).encode(errors="surrogateescape"), digest_size=4)
@@ -99,8 +94,8 @@ def read_texts(
     if splits is not None:
         raise SettingError("data.splits", show(splits), "null if data.root is a file", "Pass the folder as data.root.")
     reader = Reader(root.parent, settings, follow_links)
-    read = reader.rows_of(root)
-    reader.found.rows["train"], reader.found.columns = read.rows, read.columns
+    rows, read = reader.rows_of(root)
+    reader.found.rows["train"], reader.found.columns = rows, read.columns
     reader.found.origins["train"] = f"{printable(root.name)} ({read.origin})"
     reader.note_siblings(root)
     return listing_of(reader.found, root, settings)
@@ -177,8 +172,7 @@ def _classes(
 def reasons_of(skipped: Mapping[str, str]) -> str:
     """Return the most frequent reasons in `TextListing.skipped` as text, with counts."""
     counts = Counter(why.removeprefix(f"{place}: ").rstrip(".") for place, why in skipped.items())
-    shown = ", ".join(f"{why} ×{count:,}" for why, count in counts.most_common(4))
-    return shown + and_more(len(counts) - 4, "reason")
+    return most_frequent(counts, 4, "reason")
 
 
 _NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?", re.ASCII)

@@ -12,8 +12,8 @@ import torch
 
 from efficient_ft.config import Config
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import shortened
 from efficient_ft.data import missing_data, open_data
-from efficient_ft.data.counts import shortened
 from efficient_ft.data.inspection import spread
 from efficient_ft.methods.build import build_methods
 from efficient_ft.methods.tokens.tome import ToMe

@@ -13,8 +13,8 @@ from efficient_ft.config.class_weights import SETTING, class_weights
 from efficient_ft.config.explain import show
 from efficient_ft.core.errors import SettingError
 from efficient_ft.core.text import plain_line
-from efficient_ft.data.balanced_sampler import class_shares
 from efficient_ft.data.opened import OpenedData
+from efficient_ft.data.samplers import class_shares
 from efficient_ft.task import Task
 from efficient_ft.training.kinds.base import RunData, settings_of_task
 from efficient_ft.training.output.console import say

@@ -17,19 +17,11 @@ import pytest
 from efficient_ft.config import DataConfig
 from efficient_ft.core import network
 from efficient_ft.core.errors import UserError
-from efficient_ft.data import (
-    fetch,
-    missing_data,
-    open_data,
-)
+from efficient_ft.data import fetch, missing_data, open_data
 from efficient_ft.data.fetch import Archive
 from efficient_ft.data.published import PUBLISHED
 from tests.data.pictures import SPEC
-from tests.data.publishers import (
-    pack,
-    write_cub,
-    write_food,
-)
+from tests.data.publishers import pack, write_cub, write_food
 
 Config = Callable[..., DataConfig]
 

@@ -13,11 +13,7 @@ import pytest
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.data import (
-    ImageData,
-    missing_data,
-    open_data,
-)
+from efficient_ft.data import ImageData, missing_data, open_data
 from efficient_ft.data.folder import read_folder
 from tests.data.pictures import SPEC, save
 
@@ -115,11 +111,7 @@ def test_nested_images_links_hidden_files_and_other_files(folders: Make, data_co
     assert data.splits["train"] + data.splits["val"] == 9
     assert data.splits["test"] == 3
     listing = read_folder(root)
-    assert listing.left_out == {
-        "not images: .txt ×1": 1,
-        "images outside of class folders": 1,
-        "links to folders": 1,
-    }
+    assert listing.left_out == {"not images: .txt ×1": 1, "images outside of class folders": 1, "links to folders": 1}
     assert any(note.endswith(" are not used: masks.") for note in listing.notes)
 
 

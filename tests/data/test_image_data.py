@@ -12,9 +12,7 @@ import torch
 from efficient_ft.config import DataConfig, check
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import InputSpec
-from efficient_ft.data import (
-    open_data,
-)
+from efficient_ft.data import open_data
 from tests.data.pictures import SPEC, epoch_of, truncate
 from tests.training.runs import plain_config
 

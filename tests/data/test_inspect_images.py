@@ -73,7 +73,7 @@ def test_a_large_set_is_sampled_and_the_sampling_is_reported(data_config: Callab
 def test_small_values_of_16_bits_name_the_range(opened: tuple[Path, Open]) -> None:
     root, make = opened
     deep(root, 4000)
-    (text,) = warned(make().inspect(), "'data.value_range=[0,4095]'", "(10 decoded)", "maximum value of 4000")
+    (text,) = warned(make().inspect(), "'data.value_range=[0,4095]'", "10 of 10 decoded", "at most 4000")
     assert "dark" in text
     corrected = make(value_range=(0, 4095)).inspect()
     assert not warned(corrected, "value_range")

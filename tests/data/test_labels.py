@@ -30,10 +30,7 @@ def test_a_table_in_each_format(write: Write, name: str) -> None:
     found = read(root, file=name)
     assert found.class_names == ["cat", "dog"]
     assert (len(found.train), found.val, len(found.test or ())) == (12, None, 3)
-    assert labels_of(found) == {
-        **{f"dog_{i}.jpg": 1 for i in range(10)},
-        **{f"cat_{i}.jpg": 0 for i in range(5)},
-    }
+    assert labels_of(found) == {**{f"dog_{i}.jpg": 1 for i in range(10)}, **{f"cat_{i}.jpg": 0 for i in range(5)}}
     assert found.notes == [f"Columns of {name}: images in 'file', labels in 'label' (data.labels)."]
     assert class_count(config_of(root, file=name)) == 2
 

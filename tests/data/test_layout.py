@@ -206,10 +206,7 @@ def test_classes_that_differ_by_case_or_spaces_are_noted(tree: Make) -> None:
 
 def test_skipped_files_are_counted_by_reason(tree: Make) -> None:
     root = tree({**both("train", "test"), "train/cat/a.txt": "x", "test/dog/b.txt": "x", "train/dog/c.npy": "x"})
-    assert read_folder(root).left_out == {
-        "not images: .txt ×2": 2,
-        ".npy files: convert the files to PNG or TIFF": 1,
-    }
+    assert read_folder(root).left_out == {"not images: .txt ×2": 2, ".npy files: convert the files to PNG or TIFF": 1}
 
 
 def test_exports_for_detection_and_archives_are_named(tree: Make, tmp_path: Path) -> None:

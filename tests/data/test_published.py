@@ -12,12 +12,7 @@ from torchvision import datasets
 
 from efficient_ft.config import DataConfig
 from efficient_ft.core.errors import UserError
-from efficient_ft.data import (
-    class_count,
-    missing_data,
-    open_data,
-    read_data,
-)
+from efficient_ft.data import class_count, missing_data, open_data, read_data
 from efficient_ft.data.published import PUBLISHED
 from tests.data.pictures import SPEC, save
 from tests.data.publishers import (

@@ -83,9 +83,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(folder: Path) -> None
 
 def test_without_zoom_and_flip_a_large_crop_is_the_padded_image(folder: Path) -> None:
     data = open_data(
-        _config(folder, {"zoom": (1.0, 1.0), "flip": False}),
-        InputSpec((48, 64), SPEC.mean, SPEC.std, "bilinear"),
-        0,
+        _config(folder, {"zoom": (1.0, 1.0), "flip": False}), InputSpec((48, 64), SPEC.mean, SPEC.std, "bilinear"), 0
     )
     images, targets = next(iter(data.train_loader()))
     whole = {tuple(t.flatten().tolist()) for _, batch in [(0, data.train_loader())] for _, ts in batch for t in ts}

@@ -9,10 +9,7 @@ import yaml
 
 from efficient_ft.config import DataConfig
 from efficient_ft.config.schema import MaskConfig, TextConfig
-from efficient_ft.data import (
-    class_count,
-    open_data,
-)
+from efficient_ft.data import class_count, open_data
 from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
 from tests.data.pictures import SPEC
 

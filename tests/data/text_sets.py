@@ -41,12 +41,7 @@ def class_files(*above: str, classes: Iterable[str] = ("fruit", "metal"), count:
 def open_set(root: Path, max_length: int = 32, splits: Any = None, on_corrupt: Any = "stop", **text: Any) -> TextData:
     """Open a text data set like a run."""
     config = DataConfig(
-        name="text_folder",
-        root=str(root),
-        num_workers=0,
-        splits=splits,
-        on_corrupt=on_corrupt,
-        text=TextConfig(**text),
+        name="text_folder", root=str(root), num_workers=0, splits=splits, on_corrupt=on_corrupt, text=TextConfig(**text)
     )
     ours = Tokenizer(tokenizer().backend_tokenizer, ("input_ids", "attention_mask"), (0, "[PAD]"))
     return open_texts(config, ours, max_length, seed=1)

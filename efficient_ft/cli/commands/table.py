@@ -169,13 +169,11 @@ def _weights(model: str, of_task: tuple[str, ...] | None = None) -> bool:
 
 def present(data: str, root: str = "./data") -> bool:
     """Return True if the files of a published data set are in `root`."""
-    from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS
+    from efficient_ft.data.published import MASK_SETS, PUBLISHED, TEXT_SETS, MaskSet, PublishedSet
 
-    if data in MASK_SETS:
-        return MASK_SETS[data].missing(data, Path(root)) is None
-    source = TEXT_SETS[data] if data in TEXT_SETS else PUBLISHED[data]
-    folder = source.root(root)
-    return all(archive.state(folder) not in ("absent", "partial", "broken") for archive in source.archives)
+    sources: dict[str, PublishedSet | MaskSet] = {**PUBLISHED, **MASK_SETS, **TEXT_SETS}
+    source = sources[data]
+    return not source.absent(source.root(root))
 
 
 def _shown(table: Table, rows: Sequence[Row], options: argparse.Namespace) -> str:
