@@ -190,7 +190,7 @@ def _samples(run: Training, device: torch.device) -> dict[str, list[Sample]]:
         groups = {"samples": run.kind.samples(trained, part, device)}
         if (split := next((one for one in ("test", "val") if one in splits), None)) is not None:
             for selection, chosen in extreme_samples(part, trained.input, split, splits[split]).items():
-                groups[selection] = [one.sample for one in chosen]
+                groups[selection] = [Sample(one.content, one.caption) for one in chosen]
         for selection, samples in groups.items():
             named = [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
             found.setdefault(selection, []).extend(named)

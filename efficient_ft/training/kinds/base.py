@@ -73,13 +73,11 @@ class Sample(NamedTuple):
     """A sample and its prediction, which loggers can display.
 
     Attributes:
-        image: the image to show, or None for a text.
-        text: the text, or an empty string for an image.
+        content: the image or the text.
         caption: description of the sample, e.g. its label and its prediction.
     """
 
-    image: Image.Image | None
-    text: str
+    content: Image.Image | str
     caption: str
 
 

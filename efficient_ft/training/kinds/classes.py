@@ -84,8 +84,7 @@ class ClassKind(Kind):
             best = int(row.argmax())
             true, predicted = trained.class_names[label], trained.class_names[best]
             caption = f"{true}, predicted {predicted} ({format_percent(float(row[best]))})"
-            text = content if isinstance(content, str) else ""
-            found.append(Sample(None if text else content, text, caption))
+            found.append(Sample(content, caption))
         return found
 
 

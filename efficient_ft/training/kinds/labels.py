@@ -72,7 +72,7 @@ class LabelFileKind(ClassificationKind):
         inputs, targets = dataset.__getitems__([(0, index) for index in chosen])
         rows = outputs(self, trained, inputs, device)
         pairs: Any = zip(data.labeled(inputs, targets, trained.input), rows, strict=True)
-        return [Sample(image, "", f"{true}, predicted {self.caption(trained, row)}") for (image, true), row in pairs]
+        return [Sample(image, f"{true}, predicted {self.caption(trained, row)}") for (image, true), row in pairs]
 
     @abstractmethod
     def header(self, trained: Trained, top: int) -> list[str]:
