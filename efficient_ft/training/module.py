@@ -27,6 +27,7 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.output.console import say
+from efficient_ft.training.trainer import ends_step
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -206,8 +207,7 @@ class FineTuner(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # All callbacks have already used the gradients. Lightning would free the gradients only after the next forward
         # pass, which would increase the peak memory.
-        last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
-        if last or batch_idx + 1 == self.trainer.num_training_batches:
+        if ends_step(self.trainer, batch_idx):
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
@@ -420,11 +420,11 @@ def scores(
     model.eval().to(device)
     found = task.scores(classes, local=True).to(device)  # other processes may already have ended
     dtype = AUTOCAST[precision]
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
     finite = torch.ones((), dtype=torch.bool, device=device)
     for number, (inputs, targets) in enumerate(loader):
         if number == limit:
             break
-        autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
         with autocast, last_layer_in_fp32(model):
             logits = task.evaluation_logits(model, moved(inputs, device))
         finite &= logits.isfinite().all()
