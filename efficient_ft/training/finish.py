@@ -30,6 +30,7 @@ from efficient_ft.training.kinds.base import Sample, only
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.output import export
+from efficient_ft.training.output.class_table import final_split
 from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.extremes import extreme_samples
 from efficient_ft.training.output.loggers import write_summary
@@ -188,7 +189,7 @@ def _samples(run: Training, device: torch.device) -> dict[str, list[Sample]]:
     for name, part in run.data.parts.items():
         trained, splits = export.load(run.held.path, name or None), recorded.get(name, {})
         groups = {"samples": run.kind.samples(trained, part, device)}
-        if (split := next((one for one in ("test", "val") if one in splits), None)) is not None:
+        if (split := final_split(splits)) is not None:
             for selection, chosen in extreme_samples(part, trained.input, split, splits[split]).items():
                 groups[selection] = [Sample(one.content, one.caption) for one in chosen]
         for selection, samples in groups.items():

@@ -162,7 +162,7 @@ def write_summary(
                     media[selection] = wandb.Table(columns=["text", "classes"], data=texts)
                 elif chosen:
                     media[selection] = [wandb.Image(one.content, caption=one.caption) for one in chosen]
-            if (split := final_split(results["data"])) is not None:
+            if (split := final_split(results["data"].get("classes", ()))) is not None:
                 of_split, names = results["data"]["classes"][split], class_names(results["data"])
                 columns: list[str | int] = ["true class", "predicted class", f"{split} samples"]
                 media["confusion_matrix"] = wandb.Image(matrix_picture(of_split), caption=_MATRIX.format(split))
@@ -189,7 +189,7 @@ def _write_board(
                 writer.add_image(tag, np.asarray(one.content), step, dataformats="HWC")
         if texts := [f"- {one.content}: **{one.caption}**" for one in chosen if isinstance(one.content, str)]:
             writer.add_text(selection, "\n".join(texts), step)
-    if (split := final_split(results["data"])) is not None:
+    if (split := final_split(results["data"].get("classes", ()))) is not None:
         picture = np.asarray(matrix_picture(results["data"]["classes"][split]))
         writer.add_image(f"confusion_matrix/{_MATRIX.format(split)}", picture, step, dataformats="HWC")
     writer.add_text("results", "\n".join(f"    {line}" for line in text.splitlines()), step)
