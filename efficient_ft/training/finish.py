@@ -161,11 +161,10 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
     if measured is None:
         return
     results["memory"] = measured
-    budget = budget_of(run.config)
     if predicted is not None:
         measured["predicted_peak_bytes"] = predicted.peak_bytes
-    if budget is not None and predicted is not None:
-        measured["budget_bytes"] = budget
+        if (budget := budget_of(run.config)) is not None:
+            measured["budget_bytes"] = budget
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:

@@ -327,11 +327,11 @@ class FineTuner(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
         accuracies = [one.pop(self.task.metric) for one in scores]
-        more = scores[0] if self.tasks is None else {}
-        self.evaluated_classes = self.scores[0].each_class() if self.tasks is None else {}
-        self.evaluated_notes = self.scores[0].notes() if self.tasks is None else {}
-        self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses), more)
-        if self.tasks is not None:
+        if self.tasks is None:
+            self.evaluated = Evaluation(accuracies[0], losses[0], scores[0])
+            self.evaluated_classes, self.evaluated_notes = self.scores[0].each_class(), self.scores[0].notes()
+        else:
+            self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses))
             each = map(Evaluation, accuracies, losses)
             self.evaluated_tasks = dict(zip(self.tasks.names, each, strict=True))
         for metric in (*self.scores, *self.eval_loss):

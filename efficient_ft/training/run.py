@@ -126,7 +126,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
 
 def _within_budget(
     config: Config, data: RunData, folder: Path, predictor: Predictor | None, kept: Path | None
-) -> tuple[Config, Prediction | None]:
+) -> tuple[Config, Prediction]:
     """Return the configuration with which a run fits into its memory budget, and the predicted memory.
 
     The configuration is `config` or, if only bf16 fits, its copy in bf16 (`in_bf16`).
@@ -136,13 +136,13 @@ def _within_budget(
     """
     predictor = predictor or measured_predictor(config, data, folder)
     try:
-        return config, require_within_budget(config, data, folder, predictor)
+        return config, require_within_budget(config, predictor)
     except MemoryLimitError:
         other = in_bf16(config, on_device(config), kept)
         if other is None or predictor(other).peak_bytes > (budget_of(config) or 0):
             raise
     say("Precision: bf16, because the run does not fit into its memory budget in fp32.")
-    return other, require_within_budget(other, data, folder, predictor)
+    return other, require_within_budget(other, predictor)
 
 
 def _train(

@@ -151,13 +151,12 @@ class Recorder(L.Callback):
             self._log(trainer, row)
         # After the last batch, `on_train_epoch_end` writes the checkpoint and decides whether to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
-        if within and step < pl_module.total_steps and self._pauses(trainer):
-            self._pause(trainer, pl_module, batch_idx)
-        if within and step % RECORD_EVERY == 0 and self._due(STEP_CHECKPOINT_SECONDS):
-            self._save(trainer, pl_module, batch_idx)
         if within:
-            stop = self._stop(trainer)
-            if stop is not None:
+            if step < pl_module.total_steps and self._pauses(trainer):
+                self._pause(trainer, pl_module, batch_idx)
+            if step % RECORD_EVERY == 0 and self._due(STEP_CHECKPOINT_SECONDS):
+                self._save(trainer, pl_module, batch_idx)
+            if (stop := self._stop(trainer)) is not None:
                 self._save(trainer, pl_module, batch_idx)
                 self._leave(stop)
         if step >= pl_module.total_steps:
