@@ -85,6 +85,13 @@ def open_file(path: Path, mode: str, buffering: int = -1) -> IO[Any]:
         raise
 
 
+def set_default_permissions(path: Path, mode: int) -> None:
+    """Set the permissions `mode`, reduced by the umask of this process, as for a file that `open` creates."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(mode & ~umask)
+
+
 def refuse_link(path: Path) -> None:
     """Check that a file or folder to be written is not a link.
 

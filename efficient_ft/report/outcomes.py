@@ -23,7 +23,7 @@ from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import RunData
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output import export
-from efficient_ft.training.output.class_table import METRICS
+from efficient_ft.training.output.class_table import METRICS, final_split
 from efficient_ft.training.output.extremes import Extreme, extreme_samples
 from efficient_ft.training.output.predict_masks import EXAMPLES
 
@@ -51,7 +51,7 @@ def outcome_sections(run: Path, config: Config, results: Results) -> tuple[list[
     for task, found in (every.get("tasks") or {"": every}).items():
         title = f" of {task}" if task else ""
         names = results["data"].get("summary", {}).get(task, {}).get("class_names", [])
-        split = next((one for one in ("test", "val") if one in found["accuracy"]), "val")
+        split = final_split(found["accuracy"]) or "val"
         scores, samples = found.get("scores", {}).get(split, {}), recorded.get(task, {}).get(split)
         if split in found.get("classes", {}):
             text = classes_html(found["classes"][split], names, scores, split, sample)

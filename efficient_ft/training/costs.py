@@ -12,6 +12,7 @@ from torch import nn
 from efficient_ft import cost
 from efficient_ft.config import Config
 from efficient_ft.core.process_memory import release_freed_memory, resident_bytes
+from efficient_ft.core.text import table
 from efficient_ft.cost import StepSpec
 from efficient_ft.methods.base import Method
 from efficient_ft.methods.build import baseline_methods, build_methods
@@ -22,7 +23,7 @@ from efficient_ft.record.results import BaselineCost, CostReport, ExecutedCost, 
 from efficient_ft.training.callbacks.ema import RunOptimizer
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.watch import budget_of
-from efficient_ft.training.output.console import cost_table, say
+from efficient_ft.training.output.console import cost_rows, say
 
 
 def step_spec(config: Config) -> StepSpec:
@@ -58,7 +59,7 @@ def cost_only(config: Config) -> dict[str, Any]:
     say(
         f"{config.model.name}, {spec}, {shown} classes, batch size {config.data.batch_size},"
         f" {config.trainer.precision}. The costs are counted, not timed.\n\n"
-        + cost_table(dict(report), "+".join(config.method), config.data.batch_size, kind.task.sample)
+        + table(cost_rows(dict(report), "+".join(config.method), config.data.batch_size, kind.task.sample))
     )
     return dict(report)
 

@@ -16,11 +16,20 @@ from efficient_ft.core.text import printable
 from efficient_ft.data import read_data
 from efficient_ft.data.contents import Contents, files_contents, joined, looked_at
 from efficient_ft.data.inspection import Summary
+from efficient_ft.models import factory
 from efficient_ft.training.kinds.base import RunData
+from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.optimizer import WARMUP_AT_MOST
 
 if TYPE_CHECKING:
     from efficient_ft.training.features.prefix import RunFeatures
+
+
+def refuse_missing_files(config: Config, *messages: str | None) -> None:
+    """Raise UserError if weights or data of a run are missing. `messages` describe other missing files, or are None."""
+    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config), *messages]
+    if any(missing):
+        raise UserError("\n".join(message for message in missing if message is not None))
 
 
 def run_contents(config: Config, images: RunData | None = None) -> Contents:

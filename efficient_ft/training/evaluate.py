@@ -31,9 +31,9 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     """Evaluate the best weights of a run on all splits except the training split, and print and return the metrics.
 
     RUN/config.yaml determines the data, splits, model and methods. With ``trainer.precision=auto``, the evaluation uses
-    the precision of the run. `config` may change the image folder, the settings
-    for loading images, `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. `config` may also
-    name a different data set with the same classes. Settings that evaluation does not use (e.g. `optim`) are ignored.
+    the precision of the run. `config` may change the image folder, the settings for loading images,
+    `trainer.precision`, `trainer.accelerator` and `trainer.limit_eval_batches`. `config` may also name a different data
+    set with the same classes. Settings that evaluation does not use (e.g. `optim`) are ignored.
 
     Args:
         run: the folder of a finished or interrupted run.
@@ -49,10 +49,10 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         config = stored
     _refuse_changes(run, stored, config)
     trained = export.load(run)
-    missing = kind_of(config).missing(config)
-    if missing:
+    kind = kind_of(config)
+    if missing := kind.missing(config):
         raise UserError("\n".join(missing))
-    images = kind_of(config).open(config, trained.input)
+    images = kind.open(config, trained.input)
     if images.class_names != (trained.tasks or trained.class_names):
         roots = ", ".join(data.root for data in data_configs(config))
         raise UserError(
@@ -61,16 +61,14 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         )
     say(summary_text(summaries(images)))
     config = resolve_precision(config, on_device(config), run)
-    kind = kind_of(config)
     trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
     result = kind.evaluate(config, trained.model, images, trainer.strategy.root_device, trained.notes)
     metric = kind.task.metric
     rows = [[spelled(metric), "", f"{kind.task.sample}s"]]
-    for task, accuracy in _by_task(result).items():
+    for task, one in _parts(result).items():
         of_task, sizes = f"{task} " if task else "", images.parts[task].splits
-        rows += [
-            [of_task + split, format_metric(value, metric), str(sizes[split])] for split, value in accuracy.items()
-        ]
+        for split, value in one["accuracy"].items():
+            rows.append([of_task + split, format_metric(value, metric), str(sizes[split])])
     if "tasks" in result:
         rows += [[f"mean {split}", format_metric(value, metric), ""] for split, value in result["accuracy"].items()]
     say(f"{shown_path(run / export.NAME)} (epoch {trained.notes.get('epoch')}):\n{table(rows)}")
@@ -79,9 +77,9 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
     return result
 
 
-def _by_task(found: Evaluated) -> dict[str, dict[str, float]]:
-    """Return the metric for each task and split. A single data set has the task name ""."""
-    return found.get("tasks", {"": found["accuracy"]})
+def _parts(found: Evaluated) -> dict[str, Evaluated]:
+    """Return the result of each task. A single data set has the task name ""."""
+    return found.get("each", {"": found})
 
 
 def _refuse_changes(run: Path, stored: Config, config: Config) -> None:
@@ -130,22 +128,20 @@ def data_report(config: Config, folder: Path, data: RunData, device: torch.devic
     trained = export.load(folder)
     found = kind_of(config).evaluate(config, trained.model, data, device, trained.notes)
     each: dict[str, Any] = {}
-    parts = found.get("each", {"": found})
+    parts: Any = _parts(found)
     write_predictions(folder, {task: one["samples"] for task, one in parts.items() if "samples" in one})
-    for task, accuracy in _by_task(found).items():
+    for task, one in parts.items():
         report = data.parts[task].report()
         each[task] = {
             "splits": report["splits"],
             "skipped": report["skipped_count"],
             "digest": report["digest"],
-            "accuracy": accuracy,
+            **{key: one[key] for key in ("accuracy", "scores", "classes", "labels") if key in one},
         }
-        of_task: Any = parts[task]
-        each[task] |= {key: of_task[key] for key in ("scores", "classes", "labels") if key in of_task}
     if "tasks" in found:
         skipped = sum(of["skipped"] for of in each.values())
         return {"skipped": skipped, "accuracy": found["accuracy"], "tasks": each}
-    one: DataReport = each[""]
+    single: DataReport = each[""]
     if "correct" in found:
-        one["correct"] = found["correct"]
-    return one
+        single["correct"] = found["correct"]
+    return single

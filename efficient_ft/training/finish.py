@@ -30,6 +30,7 @@ from efficient_ft.training.kinds.base import Sample, only
 from efficient_ft.training.memory.measured import accumulated_gradients
 from efficient_ft.training.memory.watch import budget_of
 from efficient_ft.training.output import export
+from efficient_ft.training.output.class_table import final_split
 from efficient_ft.training.output.console import results_text, say
 from efficient_ft.training.output.extremes import extreme_samples
 from efficient_ft.training.output.loggers import write_summary
@@ -160,11 +161,10 @@ def _add_memory(results: Results, run: Training, fitted: Fitted, predicted: Pred
     if measured is None:
         return
     results["memory"] = measured
-    budget = budget_of(run.config)
     if predicted is not None:
         measured["predicted_peak_bytes"] = predicted.peak_bytes
-    if budget is not None and predicted is not None:
-        measured["budget_bytes"] = budget
+        if (budget := budget_of(run.config)) is not None:
+            measured["budget_bytes"] = budget
 
 
 def _write(results: Results, run: Training, fitted: Fitted, device: torch.device) -> None:
@@ -188,9 +188,9 @@ def _samples(run: Training, device: torch.device) -> dict[str, list[Sample]]:
     for name, part in run.data.parts.items():
         trained, splits = export.load(run.held.path, name or None), recorded.get(name, {})
         groups = {"samples": run.kind.samples(trained, part, device)}
-        if (split := next((one for one in ("test", "val") if one in splits), None)) is not None:
+        if (split := final_split(splits)) is not None:
             for selection, chosen in extreme_samples(part, trained.input, split, splits[split]).items():
-                groups[selection] = [one.sample for one in chosen]
+                groups[selection] = [Sample(one.content, one.caption) for one in chosen]
         for selection, samples in groups.items():
             named = [one._replace(caption=f"{name}: {one.caption}") for one in samples] if name else samples
             found.setdefault(selection, []).extend(named)

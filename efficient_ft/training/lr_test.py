@@ -21,11 +21,15 @@ from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.cost.probe import undisturbed
 from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.integrations.lightning import MethodCallback
-from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
-from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.record.lr_test import RangeTest, mean_around
-from efficient_ft.training.datamodule import RunDataModule, refuse_unusable, summaries, summary_text
+from efficient_ft.training.datamodule import (
+    RunDataModule,
+    refuse_missing_files,
+    refuse_unusable,
+    summaries,
+    summary_text,
+)
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.memory.batch_size import (
     provisional,
@@ -38,8 +42,8 @@ from efficient_ft.training.module import FineTuner
 from efficient_ft.training.output.console import quiet_lightning, say
 from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.processes import world_size
-from efficient_ft.training.train import raise_signal
-from efficient_ft.training.trainer import build_trainer, on_device, use_channels_last
+from efficient_ft.training.train import build_network, raise_signal
+from efficient_ft.training.trainer import build_trainer, ends_step, on_device, use_channels_last
 
 #: The test stops if the smoothed loss exceeds this multiple of the lowest smoothed loss.
 DIVERGED = 2.0
@@ -65,8 +69,7 @@ class _TestModule(FineTuner):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(outputs, batch, batch_idx)
-        accumulated, batches = self.trainer.accumulate_grad_batches, int(self.trainer.num_training_batches)
-        if (batch_idx + 1) % accumulated and batch_idx + 1 < batches:
+        if not ends_step(self.trainer, batch_idx):
             return
         loss = float(torch.stack(self._micro).float().mean())
         self._micro.clear()
@@ -113,10 +116,7 @@ def range_test(
         raise SettingError(
             name, value, "left out with efficient-ft lr", "The test trains the network. Remove this setting."
         )
-    kind = kind_of(config)
-    missing = [factory.missing_weights(config.model), *kind.missing(config)]
-    if any(missing):
-        raise UserError("\n".join(message for message in missing if message is not None))
+    refuse_missing_files(config)
     quiet_lightning()
     device = on_device(config)
     config = with_effective_batch_size(resolve_precision(provisional(config), device))
@@ -137,8 +137,7 @@ def range_test(
 
 def _train(config: Config, rates: Sequence[float], progress: Callable[[int, float], None]) -> _TestModule:
     L.seed_everything(config.seed, verbose=False)
-    kind = kind_of(config)
-    data = kind.open(config, factory.input_of(config.model))
+    data = kind_of(config).open(config, factory.input_of(config.model))
     config, *_ = with_selected_batch_size(config, data, None)
     found = summaries(data)
     refuse_unusable(config, found)
@@ -147,10 +146,7 @@ def _train(config: Config, rates: Sequence[float], progress: Callable[[int, floa
     epochs = -(-len(rates) // max(per_epoch, 1))
     for part in data.parts.values():
         part.keep_decoded(epochs)
-    network = store_weights(kind.network(config.model, data.num_classes), config.trainer.weight_dtype)
-    kind.check_network(network, data)
-    methods = build_methods(config)
-    kind.refuse_methods(methods)
+    network, methods = build_network(config, data)
     apply = MethodCallback(methods, frozen_bn=config.model.frozen_bn)
     trainer = build_trainer(config, Path(), methods, [apply], [], epochs)
     if use_channels_last(config, trainer.strategy.root_device):

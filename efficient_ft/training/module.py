@@ -27,6 +27,7 @@ from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.last_layer import last_layer_in_fp32
 from efficient_ft.training.optimizer import build_optimizer, lr_factor, warmup_steps
 from efficient_ft.training.output.console import say
+from efficient_ft.training.trainer import ends_step
 
 if TYPE_CHECKING:
     from efficient_ft.config import Config
@@ -206,8 +207,7 @@ class FineTuner(L.LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         # All callbacks have already used the gradients. Lightning would free the gradients only after the next forward
         # pass, which would increase the peak memory.
-        last = (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
-        if last or batch_idx + 1 == self.trainer.num_training_batches:
+        if ends_step(self.trainer, batch_idx):
             for optimizer in self.trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
@@ -327,11 +327,11 @@ class FineTuner(L.LightningModule):
     def on_validation_epoch_end(self) -> None:
         scores, losses = [one.compute() for one in self.scores], [float(one.compute()) for one in self.eval_loss]
         accuracies = [one.pop(self.task.metric) for one in scores]
-        more = scores[0] if self.tasks is None else {}
-        self.evaluated_classes = self.scores[0].each_class() if self.tasks is None else {}
-        self.evaluated_notes = self.scores[0].notes() if self.tasks is None else {}
-        self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses), more)
-        if self.tasks is not None:
+        if self.tasks is None:
+            self.evaluated = Evaluation(accuracies[0], losses[0], scores[0])
+            self.evaluated_classes, self.evaluated_notes = self.scores[0].each_class(), self.scores[0].notes()
+        else:
+            self.evaluated = Evaluation(sum(accuracies) / len(accuracies), sum(losses) / len(losses))
             each = map(Evaluation, accuracies, losses)
             self.evaluated_tasks = dict(zip(self.tasks.names, each, strict=True))
         for metric in (*self.scores, *self.eval_loss):

@@ -145,38 +145,33 @@ def choose_precision(config: Config, device: torch.device) -> Choice:
         return Choice("fp32", f"trainer.precision=auto does not use bf16 on {device.type}")
     if not has_bf16_units(device):
         return Choice("fp32", f"the {name} has no bf16 instructions")
-    network = _network(config) if device.type == "cpu" else None
-    is_timed = network is not None and _has_slow_convolutions(network)
-    if network is not None and not is_timed and _is_small(network):
-        return Choice("fp32", "on a CPU, bf16 is slower for small networks with narrow layers", _BF16)
-    slower = _relative_time(config, is_timed) if network is not None else None
-    if slower is not None and slower.ratio > _SLOWER:
-        reason = f"bf16 takes {format_ratio(slower.ratio)} the time of fp32 {slower.what} on this processor"
-        return Choice("fp32", reason, _BF16)
-    has = f"the {name} has bf16 instructions"
-    return Choice("bf16", f"autocast; {has}", "To train in fp32, set trainer.precision=fp32.")
+    if device.type == "cpu":
+        network = _network(config)
+        is_timed = _has_slow_convolutions(network)
+        if not is_timed and _is_small(network):
+            return Choice("fp32", "on a CPU, bf16 is slower for small networks with narrow layers", _BF16)
+        ratio, what = _relative_time(config, is_timed)
+        if ratio > _SLOWER:
+            reason = f"bf16 takes {format_ratio(ratio)} the time of fp32 {what} on this processor"
+            return Choice("fp32", reason, _BF16)
+    reason = f"autocast; the {name} has bf16 instructions"
+    return Choice("bf16", reason, "To train in fp32, set trainer.precision=fp32.")
 
 
-class _Slower(NamedTuple):
-    """A time of bf16 divided by the time of fp32, and the name of the timed computation."""
+def _relative_time(config: Config, is_timed: bool) -> tuple[float, str]:
+    """Return the time of bf16 divided by the time of fp32 on this processor, and the name of the timed computation.
 
-    ratio: float
-    what: str
-
-
-def _relative_time(config: Config, is_timed: bool) -> _Slower:
-    """Compare the times of bf16 and fp32 on this processor. Results are read from the user's cache folder.
-
-    If `is_timed` is True, steps of the network are timed, and otherwise only products of a fixed size.
+    Results are read from the user's cache folder. If `is_timed` is True, steps of the network are timed, and otherwise
+    only products of a fixed size.
     """
     here = f"{device_name('cpu')}, torch {torch.__version__}, 1 thread"
-    products = _Slower(_cached(here, products_time), "in matrix products and convolutions")
-    if products.ratio > _SLOWER or not is_timed:
-        return products
+    ratio = _cached(here, products_time)
+    if ratio > _SLOWER or not is_timed:
+        return ratio, "in matrix products and convolutions"
     settings = config.model_dump_json(include={"model", "method"}).encode()
     digest = hashlib.blake2b(settings, digest_size=4).hexdigest()
     key = f"{here}, {config.model.name}, {'+'.join(config.method)}, {digest}"
-    return _Slower(_cached(key, lambda: network_time(config)), "in a step of this network")
+    return _cached(key, lambda: network_time(config)), "in a step of this network"
 
 
 def _cached(key: str, measure: Callable[[], float]) -> float:

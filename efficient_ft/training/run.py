@@ -17,7 +17,7 @@ from typing import Any
 
 from efficient_ft.config import Config, data_configs, image_folders, refuse_automatic
 from efficient_ft.config.class_weights import missing_weights_file
-from efficient_ft.core.errors import MemoryLimitError, UserError, single_values
+from efficient_ft.core.errors import MemoryLimitError, single_values
 from efficient_ft.cost import Prediction
 from efficient_ft.data import read_data
 from efficient_ft.models import factory
@@ -25,7 +25,7 @@ from efficient_ft.record import config_file
 from efficient_ft.record import results as results_file
 from efficient_ft.record.results import read_results
 from efficient_ft.training.costs import cost_only
-from efficient_ft.training.datamodule import run_contents
+from efficient_ft.training.datamodule import refuse_missing_files, run_contents
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.finish import finish, paused
 from efficient_ft.training.kinds.base import RunData
@@ -105,10 +105,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
         say("This run has already finished. To train again, set resume=never. The results of the run:")
         say(results_text(results, folder))
         return results
-    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
-    missing.append(missing_weights_file(config.optim.class_weights))
-    if any(missing):
-        raise UserError("\n".join(message for message in missing if message is not None))
+    refuse_missing_files(config, missing_weights_file(config.optim.class_weights))
     # With resume=never, the first process moves an earlier run out of the folder before other processes start.
     kept = folder if config.resume == "auto" or rank() > 0 else None
     config = resolve_precision(provisional(config, kept), on_device(config), kept)
@@ -129,7 +126,7 @@ def _run(config: Config, folder: Path, arguments: Sequence[str], begun: Callable
 
 def _within_budget(
     config: Config, data: RunData, folder: Path, predictor: Predictor | None, kept: Path | None
-) -> tuple[Config, Prediction | None]:
+) -> tuple[Config, Prediction]:
     """Return the configuration with which a run fits into its memory budget, and the predicted memory.
 
     The configuration is `config` or, if only bf16 fits, its copy in bf16 (`in_bf16`).
@@ -139,13 +136,13 @@ def _within_budget(
     """
     predictor = predictor or measured_predictor(config, data, folder)
     try:
-        return config, require_within_budget(config, data, folder, predictor)
+        return config, require_within_budget(config, predictor)
     except MemoryLimitError:
         other = in_bf16(config, on_device(config), kept)
         if other is None or predictor(other).peak_bytes > (budget_of(config) or 0):
             raise
     say("Precision: bf16, because the run does not fit into its memory budget in fp32.")
-    return other, require_within_budget(other, data, folder, predictor)
+    return other, require_within_budget(other, predictor)
 
 
 def _train(

@@ -142,14 +142,26 @@ def prepare(config: Config, held: RunFolder, begun: Callable[[], None], opened: 
     release_freed_memory()  # reading a list of a million images leaves 75 MiB of unused memory
     release_library_pages()
     before_model = resident_bytes()
-    network = store_weights(kind.network(config.model, data.num_classes), config.trainer.weight_dtype)
-    kind.check_network(network, data)
-    methods = build_methods(config)
-    kind.refuse_methods(methods)
+    network, methods = build_network(config, data)
     notes = {IMAGES: digest, CONTENTS: json_text(contents.record()), **precision_note(config, on_device(config))}
     held.begin(config, notes, begun)
     from_first()  # the other processes wait until the first one has prepared the folder
     return Training(config, held, kind, data, understood, network, methods, before_model, weights)
+
+
+def build_network(config: Config, data: RunData) -> tuple[nn.Module, list[Method]]:
+    """Build the network of a run with its weights, and the methods, which are not applied yet.
+
+    Raises:
+        UserError: If the network cannot be built or cannot process the data, or if the kind of task does not support a
+            method.
+    """
+    kind = kind_of(config)
+    network = store_weights(kind.network(config.model, data.num_classes), config.trainer.weight_dtype)
+    kind.check_network(network, data)
+    methods = build_methods(config)
+    kind.refuse_methods(methods)
+    return network, methods
 
 
 def fit(run: Training, arguments: Sequence[str]) -> Fitted:

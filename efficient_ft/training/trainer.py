@@ -82,6 +82,11 @@ def build_trainer(
     return trainer
 
 
+def ends_step(trainer: L.Trainer, batch_idx: int) -> bool:
+    """Return True if the optimizer steps after this micro-batch. The last step of an epoch may have fewer of them."""
+    return (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches
+
+
 def use_channels_last(config: Config, device: torch.device) -> bool:
     """Return `trainer.channels_last`. If this setting is None, return True on a CPU and False on other devices."""
     chosen = config.trainer.channels_last

@@ -23,8 +23,7 @@ from efficient_ft.data import Decoding, Transform
 from efficient_ft.methods import LBPWHT, EViT, HeadOnly, LoRA, LowBit, Method, apply_methods
 from efficient_ft.methods.base import plain_state_dict
 from efficient_ft.record.formats import OtherVersionError
-from efficient_ft.task import TASKS
-from efficient_ft.training.kinds.classes import probabilities
+from efficient_ft.training.kinds.registry import kind_named
 from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 
@@ -35,10 +34,8 @@ def test_loaded_weights_do_not_train(finished):
     assert not any(p.requires_grad for p in trained.model.parameters())
     assert trained.class_names == [str(k) for k in range(10)]
     assert trained.input.size == (32, 32)
-    assert torch.equal(
-        probabilities(TASKS["classification"], trained.model, torch.zeros(1, 3, 32, 32)).sum(-1).round(decimals=5),
-        torch.ones(1),
-    )
+    probabilities = kind_named("classification").outputs(trained.model, torch.zeros(1, 3, 32, 32))
+    assert torch.equal(probabilities.sum(-1).round(decimals=5), torch.ones(1))
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no umask on Windows")
@@ -242,4 +239,4 @@ def test_outputs_that_are_not_finite_are_no_prediction(pruned: Path, tmp_path: P
         save_file(weights, tmp_path / export.NAME, opened.metadata())
     trained = export.load(tmp_path)
     with pytest.raises(UserError, match="outputs are not finite"):
-        probabilities(TASKS["classification"], trained.model, torch.zeros(1, 3, 32, 32))
+        kind_named("classification").outputs(trained.model, torch.zeros(1, 3, 32, 32))

@@ -12,7 +12,7 @@ from torch import nn
 
 from efficient_ft.record.results import read_results, write_results
 from efficient_ft.training.memory.measured import STEPS, WARMUP, MemoryMeter, accumulated_gradients
-from efficient_ft.training.output.console import memory_table, results_text
+from efficient_ft.training.output.console import memory_rows, results_text
 from efficient_ft.training.output.loggers import summary_of
 from efficient_ft.training.run import run
 from tests.training.runs import interrupted_at
@@ -51,15 +51,14 @@ def test_the_table_names_process_memory_and_counted_bytes():
         "counted_bytes": 2 * 2**20,
         "device": None,
     }
-    rows = [line.split("  ") for line in memory_table(memory, 4).splitlines()]
-    shown = {row[0]: row[-1].strip() for row in rows}
+    shown = dict(memory_rows(memory, 4))
     assert shown["process memory before the model was built"] == "512 MiB"
     assert shown["process memory before training"] == "1.00 GiB"
     assert shown["used by training (batch size 4)"] == "3.00 MiB"
     assert shown["tensors of a training step"] == "2.00 MiB"
-    assert "-" not in memory_table(memory | {"growth_bytes": -(2**20)}, 4)
+    assert ["used by training (batch size 4)", "no increase"] in memory_rows(memory | {"growth_bytes": -(2**20)}, 4)
     memory["device"] = {"before_bytes": 1, "allocated_bytes": 2**20, "reserved_bytes": 5 * 2**20}
-    shown = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in memory_table(memory, 4).splitlines()}
+    shown = dict(memory_rows(memory, 4))
     assert shown["peak memory of all tensors on the GPU"] == "1.00 MiB"
     assert shown["peak reserved memory on the GPU"] == "5.00 MiB"
 

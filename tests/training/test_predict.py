@@ -23,7 +23,7 @@ from efficient_ft.data import Transform, read_image
 from efficient_ft.data.digits import load_digits
 from efficient_ft.task import TASKS
 from efficient_ft.training.kinds.base import Prediction, Predictions
-from efficient_ft.training.kinds.classes import confusion_lines, probabilities
+from efficient_ft.training.kinds.classes import confusion_lines
 from efficient_ft.training.kinds.files import image_files
 from efficient_ft.training.output import export
 from tests.conftest import unwrapped
@@ -63,7 +63,8 @@ def test_classes_and_probabilities_of_files_and_folders(finished, digits, capsys
     assert names == [str(one), "digits/a.png", "digits/deeper/b.jpg"]
     assert len(lines) == 3 + 3 * 3
     trained = export.load(folder)
-    expected = probabilities(TASKS["classification"], trained.model, Transform(trained.input)(read_image(one))[None])[0]
+    inputs = Transform(trained.input)(read_image(one))[None]
+    expected = TASKS["classification"].logits(trained.model, inputs)[0].softmax(-1)
     label, shown, percent = lines[1].split()
     assert (int(label), percent) == (int(expected.argmax()), "%")
     assert float(shown) == pytest.approx(100 * float(expected.max()), abs=0.1)

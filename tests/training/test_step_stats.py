@@ -227,10 +227,11 @@ def test_a_model_without_blocks_is_not_recorded_with_a_warning(tmp_path, caplog)
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2))
     stats = StepStats(tmp_path, [], 1)
     trainer: Any = SimpleNamespace(is_global_zero=True, global_step=0, loggers=[])
-    stats.setup(trainer, model, "fit")  # type: ignore[arg-type]
-    stats.on_train_start(trainer, model)  # type: ignore[arg-type]
-    stats.on_train_batch_start(trainer, model, None, 0)  # type: ignore[arg-type]
-    stats.on_train_batch_end(trainer, model, None, None, 0)  # type: ignore[arg-type]
+    module: Any = nn.ModuleDict({"model": model})
+    stats.setup(trainer, module, "fit")
+    stats.on_train_start(trainer, module)
+    stats.on_train_batch_start(trainer, module, None, 0)
+    stats.on_train_batch_end(trainer, module, None, None, 0)
     assert "Sequential has no recognized blocks" in caplog.text
     assert not list(tmp_path.iterdir())
 

@@ -151,13 +151,12 @@ class Recorder(L.Callback):
             self._log(trainer, row)
         # After the last batch, `on_train_epoch_end` writes the checkpoint and decides whether to stop.
         within = whole and batch_idx + 1 < trainer.num_training_batches
-        if within and step < pl_module.total_steps and self._pauses(trainer):
-            self._pause(trainer, pl_module, batch_idx)
-        if within and step % RECORD_EVERY == 0 and self._due(trainer, STEP_CHECKPOINT_SECONDS):
-            self._save(trainer, pl_module, batch_idx)
         if within:
-            stop = self._stop(trainer)
-            if stop is not None:
+            if step < pl_module.total_steps and self._pauses(trainer):
+                self._pause(trainer, pl_module, batch_idx)
+            if step % RECORD_EVERY == 0 and self._due(STEP_CHECKPOINT_SECONDS):
+                self._save(trainer, pl_module, batch_idx)
+            if (stop := self._stop(trainer)) is not None:
                 self._save(trainer, pl_module, batch_idx)
                 self._leave(stop)
         if step >= pl_module.total_steps:
@@ -167,8 +166,7 @@ class Recorder(L.Callback):
         """Return True if the run is paused after this optimizer step. All processes must call this function."""
         if self.pause_seconds is None:
             return bool(trainer.global_step == self.pause_at)
-        over = time.monotonic() - self._started >= self.pause_seconds
-        return bool(trainer.strategy.broadcast(over)) if trainer.world_size > 1 else over
+        return bool(from_first(time.monotonic() - self._started >= self.pause_seconds))
 
     def _pause(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         """Evaluate the network in the middle of an epoch, write a checkpoint, and raise `Paused`.
@@ -210,10 +208,9 @@ class Recorder(L.Callback):
             from_first()  # no process may end before the first one has requeued the job
         raise KeyboardInterrupt
 
-    def _due(self, trainer: L.Trainer, seconds: float) -> bool:
+    def _due(self, seconds: float) -> bool:
         # All processes write a checkpoint together, so only the clock of the first process is used.
-        due = time.monotonic() - self._saved >= seconds
-        return bool(trainer.strategy.broadcast(due)) if trainer.world_size > 1 else due
+        return bool(from_first(time.monotonic() - self._saved >= seconds))
 
     def _save(self, trainer: L.Trainer, module: FineTuner, batch_idx: int) -> None:
         module.read_losses(batch_idx)  # diverged weights are never saved, because this call raises DivergedError
@@ -250,7 +247,7 @@ class Recorder(L.Callback):
         final = trainer.should_stop or epoch == trainer.max_epochs
         stop = self._stop(trainer)
         paused = not final and self._pauses(trainer)
-        if final or stop is not None or paused or self._due(trainer, EPOCH_CHECKPOINT_SECONDS):
+        if final or stop is not None or paused or self._due(EPOCH_CHECKPOINT_SECONDS):
             self._save(trainer, pl_module, trainer.fit_loop.batch_idx)
         if paused:
             raise Paused

@@ -46,7 +46,7 @@ class StepStats(L.Callback):
         self._observing = ExitStack()
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        model_view = view(_network(pl_module))
+        model_view = view(pl_module.get_submodule("model"))
         self._blocks, self._prefix = model_view.blocks, model_view.prefix_tokens
         if not self._blocks and trainer.is_global_zero:
             log.warning(
@@ -66,7 +66,7 @@ class StepStats(L.Callback):
         if step == self._step or step % self.interval or not self._blocks or not trainer.is_global_zero:
             return
         self._step = step
-        network = _network(pl_module)
+        network = pl_module.get_submodule("model")
         self._row = {
             "step": step + 1,
             "blocks": list(self._blocks),
@@ -97,7 +97,7 @@ class StepStats(L.Callback):
         if self._row is None:
             return
         row, self._row, observed, self._observed = self._row, None, self._observed, {}
-        tasks = tasks_of(_network(pl_module))
+        tasks = tasks_of(pl_module.get_submodule("model"))
         if tasks is not None:
             row["task"] = tasks.active
         compared = {index: values for index, (_, values) in observed.items() if values is not None}
@@ -121,11 +121,6 @@ class StepStats(L.Callback):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self._observing.close()
         self._row, self._observed = None, {}
-
-
-def _network(module: L.LightningModule) -> nn.Module:
-    network: nn.Module = getattr(module, "model", module)
-    return network
 
 
 def _rounded(value: float) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import lightning.pytorch as L
@@ -19,6 +18,7 @@ from efficient_ft.methods.build import build_methods
 from efficient_ft.models import factory
 from efficient_ft.models.weight_dtype import store_weights
 from efficient_ft.task import moved
+from efficient_ft.training.datamodule import refuse_missing_files
 from efficient_ft.training.features.prefix import RunFeatures, run_features, run_prefix, set_form
 from efficient_ft.training.features.store import is_stored
 from efficient_ft.training.kinds.registry import kind_of
@@ -39,15 +39,13 @@ def fill_features(config: Config) -> RunFeatures:
     kind = kind_of(config)
     if not kind.supports("cache_features"):
         raise UserError(f"Features cannot be stored for task={config.task}. Train without stored features.")
-    missing = [factory.missing_weights(config.model), *kind_of(config).missing(config)]
-    if any(missing):
-        raise UserError("\n".join(message for message in missing if message is not None))
+    refuse_missing_files(config)
     device = on_device(config)
     config = resolve_precision(config, device)
     # A balanced sampler would not draw every image in each view.
     config = config.model_copy(update={"data": config.data.model_copy(update={"sampler": "shuffle"})})
     L.seed_everything(config.seed, verbose=False)  # use the same random weights as the run
-    images: Any = kind_of(config).open(config, factory.input_of(config.model))
+    images: Any = kind.open(config, factory.input_of(config.model))
     network = store_weights(kind.network(config.model, images.num_classes), config.trainer.weight_dtype)
     if use_channels_last(config, device):
         network.to(memory_format=torch.channels_last)
@@ -62,11 +60,11 @@ def fill_features(config: Config) -> RunFeatures:
     features = run_features(config, images, prefix, config.trainer.views, device)
     network.to(device).train()
     dtype = AUTOCAST[config.trainer.precision]
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
     with tqdm(total=sum(store.rows for store in features.stores), unit=f" {images.noun}s", disable=None) as bar:
         for loader in _loaders(images, features):
             for pixels, targets, rows in loader:
                 if not is_stored(pixels):
-                    autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
                     with autocast, features.input(moved(pixels, device), targets, rows):
                         pass
                 bar.update(len(rows))

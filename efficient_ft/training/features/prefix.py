@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ from efficient_ft.training.features.store import RunFeatures
 from efficient_ft.training.features.stores import EXAMPLES, about_features, examples, folder_name, open_features
 from efficient_ft.training.kinds.registry import kind_of
 from efficient_ft.training.output.console import say
+from efficient_ft.training.processes import from_first
 
 Data = OpenedData[Any, Any]
 #: With ``auto``, features are stored if computing them takes at least this fraction of the FLOPs of a training step.
@@ -131,18 +132,18 @@ class FeatureCallback(L.Callback):
 
     def _choose(self, prefix: FrozenPrefix, trainer: L.Trainer) -> PrefixReport:
         """Set the form of the prefix to the form in the run folder. Without such a file, the first process chooses."""
+        report: PrefixReport
         if self._file.is_file():
             report = _read_choice(self._file)
             prefix.form = Form(report["form"])
             return report
         device = trainer.strategy.root_device
         found = set_form(self._config, self._images, prefix, device) if trainer.is_global_zero else None
-        shared: PrefixReport | None = trainer.strategy.broadcast(found)
-        assert shared is not None
-        prefix.form = Form(shared["form"])
+        report = from_first(found)
+        prefix.form = Form(report["form"])
         if trainer.is_global_zero and self._config.trainer.frozen_prefix == "auto":
-            write_text_atomically(self._file, json.dumps(shared) + "\n")
-        return shared
+            write_text_atomically(self._file, json.dumps(report) + "\n")
+        return report
 
 
 def _read_choice(file: Path) -> PrefixReport:
@@ -221,7 +222,7 @@ def measure_form(config: Config, prefix: FrozenPrefix, device: torch.device) -> 
 
     def run(form: Form) -> Tensor:
         prefix.form = form
-        with torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext():
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             features = prefix.features(batch)
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, NotRequired, TypedDict, cast
@@ -73,13 +73,11 @@ class Sample(NamedTuple):
     """A sample and its prediction, which loggers can display.
 
     Attributes:
-        image: the image to show, or None for a text.
-        text: the text, or an empty string for an image.
+        content: the image or the text.
         caption: description of the sample, e.g. its label and its prediction.
     """
 
-    image: Image.Image | None
-    text: str
+    content: Image.Image | str
     caption: str
 
 
@@ -311,33 +309,28 @@ class Kind(ABC):
         task, part, options = self.task_on(config, data, notes), only(data), config.trainer
         if use_channels_last(config, device):  # the same memory format as in training
             model.to(memory_format=torch.channels_last)
-        classes, limit = part.num_classes, options.limit_eval_batches
-        loaders = {split: part.eval_loader(split) for split in ("val", "test") if split in part.splits}
-        each = {
-            split: scores(task, model, loader, classes, device, options.precision, limit)
-            for split, loader in loaders.items()
-        }
-        metrics = {split: of.compute() for split, of in each.items()}
-        found: Evaluated = {"accuracy": {split: of[task.metric] for split, of in metrics.items()}}
-        further = {split: self.further_scores(of, part.class_names) for split, of in metrics.items()}
-        if any(further.values()):
-            found["scores"] = further
-        outcomes = {split: kept for split, of in each.items() if (kept := of.outcomes()) is not None}
-        if outcomes:
-            found["classes"] = {
-                split: class_results(one.targets, one.predicted, classes, reliability(one.confidence, one.right))
-                for split, one in outcomes.items()
-            }
-        if labels := {split: results for split, of in each.items() if (results := of.labels()) is not None}:
-            found["labels"] = cast("dict[str, LabelResults]", labels)
-        if samples := {split: arrays for split, of in each.items() if (arrays := of.samples())}:
-            orders = {split: np.array([index for _, index in loaders[split].sampler]) for split in samples}
-            found["samples"] = {
-                split: {"index": orders[split][: len(one["predicted"])], **one} for split, one in samples.items()
-            }
-        if correct := {split: right for split, of in each.items() if (right := of.correct()) is not None}:
-            found["correct"] = {split: correct_samples(one.tolist()) for split, one in correct.items()}
-        return found
+        found: Any = {"accuracy": {}}
+        for split in ("val", "test"):
+            if split not in part.splits:
+                continue
+            loader = part.eval_loader(split)
+            of = scores(task, model, loader, part.num_classes, device, options.precision, options.limit_eval_batches)
+            metrics = of.compute()
+            found["accuracy"][split] = metrics[task.metric]
+            results: dict[str, Any] = {"scores": self.further_scores(metrics, part.class_names)}
+            if (one := of.outcomes()) is not None:
+                calibration = reliability(one.confidence, one.right)
+                results["classes"] = class_results(one.targets, one.predicted, part.num_classes, calibration)
+            results["labels"] = of.labels()
+            if arrays := of.samples():
+                order = np.array([index for _, index in loader.sampler])
+                results["samples"] = {"index": order[: len(arrays["predicted"])], **arrays}
+            if (right := of.correct()) is not None:
+                results["correct"] = correct_samples(right.tolist())
+            for key, result in results.items():
+                if result:
+                    found.setdefault(key, {})[split] = result
+        return cast(Evaluated, found)
 
     def further_scores(self, scores: Mapping[str, float], class_names: Sequence[str]) -> dict[str, Any]:
         """Return all metrics for results.json, or an empty dict if the task has only one metric."""
@@ -422,11 +415,11 @@ def scores(
     model.eval().to(device)
     found = task.scores(classes, local=True).to(device)  # other processes may already have ended
     dtype = AUTOCAST[precision]
+    autocast = torch.autocast(device.type, dtype=dtype, enabled=dtype is not None)
     finite = torch.ones((), dtype=torch.bool, device=device)
     for number, (inputs, targets) in enumerate(loader):
         if number == limit:
             break
-        autocast = torch.autocast(device.type, dtype=dtype) if dtype is not None else nullcontext()
         with autocast, last_layer_in_fp32(model):
             logits = task.evaluation_logits(model, moved(inputs, device))
         finite &= logits.isfinite().all()

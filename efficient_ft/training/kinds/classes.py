@@ -27,23 +27,29 @@ _CONFUSIONS = 5
 SAMPLES = 8
 
 
+#: The lines for the terminal, the JSON entries and the CSV cells of a sample.
+Predicted = tuple[list[tuple[str, str]], dict[str, Any], list[Any]]
+
+
 @torch.inference_mode()
-def probabilities(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
-    """Return class probabilities (B, classes) on the CPU.
+def finite_logits(task: Task, model: nn.Module, inputs: Inputs) -> Tensor:
+    """Return the logits of a batch, float32 (B, outputs), on the device of the network.
 
     `inputs` is a tensor of images (B, 3, H, W), or a mapping from argument names to tensors for texts.
 
     Raises:
         UserError: If an output is not finite.
     """
-    device = next(model.parameters()).device
-    logits = task.logits(model, moved(inputs, device)).float()
+    logits = task.logits(model, moved(inputs, next(model.parameters()).device)).float()
     export.require_finite(logits)
-    return logits.softmax(-1).cpu()
+    return logits
 
 
 class ClassKind(Kind):
-    """A kind of task that predicts one class for each sample."""
+    """A kind of task that predicts one class for each sample.
+
+    Subclasses that predict something else for each sample override `outputs`, `header`, `predicted` and `caption`.
+    """
 
     #: Name of the CSV column and of the JSON key that contain the path or the text of a sample.
     item_key: str
@@ -56,12 +62,45 @@ class ClassKind(Kind):
     def inputs(self, trained: Trained, values: Sequence[Any]) -> Inputs:
         """Return a batch of network inputs for the given paths or texts of samples (`Item.value`)."""
 
+    def outputs(self, model: nn.Module, inputs: Inputs) -> Tensor:
+        """Return the class probabilities (B, classes) on the CPU. Raise UserError if an output is not finite."""
+        return finite_logits(self.task, model, inputs).softmax(-1).cpu()
+
+    def header(self, trained: Trained, top: int) -> list[str]:
+        """Return the column names of the CSV output after `item_key`."""
+        further = [f"{key}_{k}" for k in range(2, top + 1) for key in ("class", "probability")]
+        return ["class", "probability", "label", *further]
+
+    def predicted(self, trained: Trained, row: Tensor, top: int, label: str | None = None) -> Predicted:
+        """Return the lines for the terminal, the JSON entries and the CSV cells for the outputs of a sample.
+
+        `label` is the label of the sample if it is known.
+        """
+        values, labels = row.topk(top)
+        names = [plain_line(trained.class_names[k]) for k in labels.tolist()]
+        pairs = list(zip(names, values.tolist(), strict=True))
+        best, probability = pairs[0]
+        record = {
+            "class": best,
+            "probability": probability,
+            "label": label,
+            "top": [{"class": name, "probability": value} for name, value in pairs],
+        }
+        cells = [best, probability, label, *(part for pair in pairs[1:] for part in pair)]
+        return [(name, format_percent(value)) for name, value in pairs], record, cells
+
+    def caption(self, trained: Trained, row: Tensor) -> str:
+        """Return the prediction for the outputs of a sample as one line."""
+        [(name, probability)], *_ = self.predicted(trained, row, 1)
+        return f"{name} ({probability})"
+
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         if options.out is not None or options.overlay:
             raise UserError(
-                f"--out and --overlay require a run with task=segmentation, but the run {options.run} predicts classes."
+                f"--out and --overlay require a run with task=segmentation, but the run {options.run} has"
+                f" task={self.rules.name}."
             )
-        return ClassPredictions(self, trained, self.items(trained, options), options)
+        return ClassPredictions(self, trained, options)
 
     def file_batches(self, trained: Trained, files: Sequence[Path], count: int, size: int) -> Iterator[Inputs]:
         items = self.items(trained, PredictOptions(Path(), files))
@@ -70,61 +109,40 @@ class ClassKind(Kind):
             yield self.inputs(trained, [item.value for item in chosen[start : start + size]])
 
     def heading(self, item: Item) -> str:
-        """Return the line that is shown above the predicted classes of a sample."""
+        """Return the line that is shown above the prediction of a sample."""
         return item.shown
 
     def samples(self, trained: Trained, data: OpenedData[Any, Any], device: torch.device) -> list[Sample]:
         """Return evenly spaced samples of the split that selects the best epoch, with their predictions."""
         dataset: Any = data.eval_loader(data.best_split).dataset
         chosen = spread(len(dataset), SAMPLES).tolist()
-        inputs, labels = dataset.__getitems__([(0, index) for index in chosen])
-        rows = probabilities(self.task, trained.model.to(device), inputs)
-        found = []
-        for content, label, row in zip(data.shown(inputs, trained.input), labels.tolist(), rows, strict=True):
-            best = int(row.argmax())
-            true, predicted = trained.class_names[label], trained.class_names[best]
-            caption = f"{true}, predicted {predicted} ({format_percent(float(row[best]))})"
-            text = content if isinstance(content, str) else ""
-            found.append(Sample(None if text else content, text, caption))
-        return found
+        inputs, targets = dataset.__getitems__([(0, index) for index in chosen])
+        pairs = zip(
+            data.labeled(inputs, targets, trained.input), self.outputs(trained.model.to(device), inputs), strict=True
+        )
+        return [Sample(content, f"{true}, predicted {self.caption(trained, row)}") for (content, true), row in pairs]
 
 
 class ClassPredictions(Predictions):
-    """The most probable classes of each sample, and the accuracy over the labeled samples."""
+    """The prediction of each sample, and the accuracy over the images in folders that are named after classes."""
 
-    def __init__(self, kind: ClassKind, trained: Trained, items: Sequence[Item], options: PredictOptions) -> None:
-        self._kind, self._trained, self._items, self._batch = kind, trained, items, options.batch_size
-        self._names = [plain_line(name) for name in trained.class_names]
-        self._top = min(options.top, len(self._names))
-        self.total = len(items)
+    def __init__(self, kind: ClassKind, trained: Trained, options: PredictOptions) -> None:
+        self._kind, self._trained, self._batch = kind, trained, options.batch_size
+        self._items = kind.items(trained, options)
+        self._top = min(options.top, len(trained.class_names))
+        self.total, self.header = len(self._items), [kind.item_key, *kind.header(trained, self._top)]
         self._pairs: Counter[tuple[str, str]] = Counter()
-        self.header = [kind.item_key, "class", "probability", "label"]
-        self.header += [f"{key}_{k}" for k in range(2, self._top + 1) for key in ("class", "probability")]
 
     def __iter__(self) -> Iterator[Prediction]:
         for start in range(0, self.total, self._batch):
             batch = self._items[start : start + self._batch]
             inputs = self._kind.inputs(self._trained, [item.value for item in batch])
-            rows = probabilities(self._kind.task, self._trained.model, inputs)
-            for item, row in zip(batch, rows, strict=True):
-                values, labels = row.topk(self._top)
-                top = [(self._names[int(k)], float(value)) for value, k in zip(values, labels, strict=True)]
+            for item, row in zip(batch, self._kind.outputs(self._trained.model, inputs), strict=True):
+                values, record, cells = self._kind.predicted(self._trained, row, self._top, item.label)
                 if item.label is not None:
-                    self._pairs[item.label, top[0][0]] += 1
-                yield self.prediction(item, top)
-
-    def prediction(self, item: Item, top: Sequence[tuple[str, float]]) -> Prediction:
-        """Return the prediction of a sample. `top` contains the most probable classes in descending order."""
-        record = {
-            self.header[0]: str(item.value),
-            "class": top[0][0],
-            "probability": top[0][1],
-            "label": item.label,
-            "top": [{"class": name, "probability": probability} for name, probability in top],
-        }
-        row = [str(item.value), *top[0], item.label, *(part for pair in top[1:] for part in pair)]
-        values = [(name, format_percent(probability)) for name, probability in top]
-        return Prediction(self._kind.heading(item), values, record, row)
+                    self._pairs[item.label, record["class"]] += 1
+                key = str(item.value)
+                yield Prediction(self._kind.heading(item), values, {self._kind.item_key: key, **record}, [key, *cells])
 
     def summary(self) -> list[str]:
         return confusion_lines(self._pairs, self.total)

@@ -13,7 +13,8 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.task import MultiLabel, Task
 from efficient_ft.training.kinds.base import RunData, Trained
-from efficient_ft.training.kinds.labels import LabelFileKind, Predicted, names, numbers
+from efficient_ft.training.kinds.classes import Predicted
+from efficient_ft.training.kinds.labels import LabelFileKind, names, numbers
 from efficient_ft.training.kinds.registry import register
 
 
@@ -55,7 +56,7 @@ class MultiLabelKind(LabelFileKind):
     def header(self, trained: Trained, top: int) -> list[str]:
         return ["labels", *(f"{key}_{k}" for k in range(1, top + 1) for key in ("class", "probability"))]
 
-    def predicted(self, trained: Trained, row: Tensor, top: int) -> Predicted:
+    def predicted(self, trained: Trained, row: Tensor, top: int, label: str | None = None) -> Predicted:
         shown, thresholds = names(trained), numbers(trained.notes, "thresholds")
         probabilities = row.sigmoid().tolist()
         order = sorted(range(len(shown)), key=lambda k: -probabilities[k])

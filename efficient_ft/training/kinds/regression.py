@@ -15,7 +15,8 @@ from efficient_ft.data import class_count
 from efficient_ft.task import Regression, Task
 from efficient_ft.task.scale import Scale
 from efficient_ft.training.kinds.base import RunData, Trained, only
-from efficient_ft.training.kinds.labels import LabelFileKind, Predicted, names, numbers
+from efficient_ft.training.kinds.classes import Predicted
+from efficient_ft.training.kinds.labels import LabelFileKind, names, numbers
 from efficient_ft.training.kinds.registry import register
 
 
@@ -50,7 +51,7 @@ class RegressionKind(LabelFileKind):
     def header(self, trained: Trained, top: int) -> list[str]:
         return names(trained)
 
-    def predicted(self, trained: Trained, row: Tensor, top: int) -> Predicted:
+    def predicted(self, trained: Trained, row: Tensor, top: int, label: str | None = None) -> Predicted:
         scale = _scale(trained.notes)
         assert scale is not None, "checked by `check_notes`"
         values = scale.restored(row).tolist()

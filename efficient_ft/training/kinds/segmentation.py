@@ -82,7 +82,7 @@ class SegmentationKind(Kind):
     def samples(self, trained: Trained, data: Any, device: torch.device) -> list[Sample]:
         model, pairs = trained.model.to(device), data.examples(SAMPLES // 2)
         rows = [examples_image(model, [pair], trained.input, data.num_classes) for pair in pairs]
-        return [Sample(row, "", "image, mask, prediction") for row in rows]
+        return [Sample(row, "image, mask, prediction") for row in rows]
 
     def predictions(self, trained: Trained, options: PredictOptions) -> Predictions:
         return MaskPredictions(trained, options)

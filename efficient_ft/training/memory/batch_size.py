@@ -158,7 +158,8 @@ def _select(config: Config, data: RunData, predictor: Predictor) -> tuple[tuple[
     predicted = predictor(chosen)
     predictor.resumed = resumed
     if size is None:
-        require_within_budget(chosen, data, None, predictor)  # states what the smallest size needs
+        if config.memory is not None:
+            require_within_budget(chosen, predictor)  # states what the smallest size needs
         plan = f"run efficient-ft plan with the same model, data, and memory={bytes_setting(room.run)}"
         raise UserError(
             f"data.batch_size=auto: no batch size fits into {room.what}. With data.batch_size={sizes[0]}, the run"

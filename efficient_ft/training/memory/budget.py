@@ -238,24 +238,17 @@ def measured_predictor(config: Config, images: RunData, folder: Path | None) -> 
     return predictor
 
 
-def require_within_budget(
-    config: Config, images: RunData, folder: Path | None, predictor: Predictor | None = None
-) -> Prediction | None:
-    """Predict the memory of a run, and raise UserError if the prediction exceeds the budget.
+def require_within_budget(config: Config, predictor: Predictor) -> Prediction:
+    """Return the predicted memory of a run with a memory budget.
 
-    Call this function before any files are written. `folder` is None for a run that does not train. `predictor` is the
-    result of `measured_predictor`, or None to create a predictor.
-
-    Returns:
-        The prediction, or None for a run without a budget.
+    Call this function before any files are written. `predictor` is the result of `measured_predictor`.
 
     Raises:
         UserError: If the prediction exceeds the budget, or if the run and its workers need more memory than the
             container has. The error message suggests settings that fit.
     """
     budget, device = budget_of(config), on_device(config)
-    if budget is None:
-        return None
+    assert budget is not None
     on_cpu = device.type != "cuda"
     limit = memory_limit_bytes()
     if on_cpu and budget > limit:
@@ -264,7 +257,6 @@ def require_within_budget(
             f" budget is reduced to {format_bytes(limit)}."
         )
         budget = limit
-    predictor = predictor or measured_predictor(config, images, folder)
     predicted = predictor(config)
     if predicted.peak_bytes > budget:
         own = format_bytes(predicted.base_bytes)

@@ -17,6 +17,7 @@ from torch import nn
 from efficient_ft.cost import StepMemory, optimizer_state_bytes
 from efficient_ft.methods.base import Method
 from efficient_ft.record.results import MemoryReport
+from efficient_ft.training.trainer import ends_step
 
 #: Number of steps before the measurement. These steps load kernels and create optimizer states. Methods may require
 #: additional steps (`warmup_steps`).
@@ -72,8 +73,7 @@ class MemoryMeter(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        last = (batch_idx + 1) % trainer.accumulate_grad_batches == 0 or batch_idx + 1 == trainer.num_training_batches
-        if self._memory is not None and last:
+        if self._memory is not None and ends_step(trainer, batch_idx):
             self._memory.stop()
             self._running = False
             if self._memory.steps >= self._warmup + STEPS:

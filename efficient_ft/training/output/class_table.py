@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,9 @@ METRICS = {
 _SIDE = 512
 
 
-def final_split(data: Mapping[str, Any]) -> str | None:
-    """Return the split of the final results: test, or val without test samples. Return None without class results."""
-    classes = data.get("classes", {})
-    return next((split for split in ("test", "val") if split in classes), None)
+def final_split(splits: Collection[str]) -> str | None:
+    """Return the split of the final results: test, or val without test samples. The result is None without both."""
+    return next((split for split in ("test", "val") if split in splits), None)
 
 
 def class_names(data: Mapping[str, Any]) -> list[str]:
@@ -43,7 +42,7 @@ def class_lines(data: Mapping[str, Any], class_names: Sequence[str], sample: str
     `data` contains the `scores` and `classes` of a `record.results.DataReport`, and `sample` is the noun for a sample.
     The lines describe the final split. The list is empty without class results.
     """
-    split = final_split(data)
+    split = final_split(data.get("classes", ()))
     if split is None:
         return []
     scores, results, names = data["scores"][split], data["classes"][split], [plain_line(name) for name in class_names]

@@ -65,11 +65,6 @@ _COSTS = (
 )
 
 
-def cost_table(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> str:
-    """Return the table of `cost_rows` as text."""
-    return table(cost_rows(cost, method, batch, sample))
-
-
 def cost_rows(cost: dict[str, Any], method: str, batch: int, sample: str = "image") -> list[list[str]]:
     """Return a table of FLOPs, saved bytes, peak memory and step time, with columns for the baseline and the ratio.
 
@@ -89,11 +84,6 @@ def cost_rows(cost: dict[str, Any], method: str, batch: int, sample: str = "imag
             row += [form(baseline[group][key]), format_ratio(value / baseline[group][key])]
         rows.append(row)
     return rows
-
-
-def memory_table(memory: dict[str, Any], batch: int) -> str:
-    """Return the table of `memory_rows` as text."""
-    return table(memory_rows(memory, batch))
 
 
 def memory_rows(memory: dict[str, Any], batch: int) -> list[list[str]]:
@@ -116,44 +106,38 @@ def memory_rows(memory: dict[str, Any], batch: int) -> list[list[str]]:
 
 def results_text(results: dict[str, Any], folder: Path) -> str:
     """Return the text that is printed at the end of a run. `results` is a `record.results.Results`."""
-    config, accuracy = results["config"], results["accuracy"]
+    config, accuracy, data = results["config"], results["accuracy"], results["data"]
     method = "+".join(config["method"])
     sample = TASKS[config.get("task", "classification")].sample
     tasks = accuracy.get("tasks", {})
-    data = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
-    batch = min(config["data"]["batch_size"], results["data"].get("splits", {}).get("train", float("inf")))
+    source = f"{', '.join(tasks)} in turn" if tasks else config["data"]["name"]
+    batch = min(config["data"]["batch_size"], data.get("splits", {}).get("train", float("inf")))
     split = accuracy["split"]
     chosen = "\n(the best epoch was chosen on the test split: data.select_best_on=test)" if split == "test" else ""
     if stopped := results.get("stopped"):
         chosen += "\n(training stopped after epoch {epoch} of {epochs}: trainer.patience={patience})".format(**stopped)
     trained, total = results["trainable_parameters"], results["total_parameters"]
     share = f"{'all' if trained == total else f'{format_number(trained)} of'} {format_number(total)}"
-    lines = ["", f"{config['model']['name']} on {data} with {method}: {share} parameters were trained"]
-    limit = config["trainer"].get("limit_eval_batches")
-    if limit is not None:
-        chosen += _seen(limit, config["data"], results["data"], sample)
+    lines = ["", f"{config['model']['name']} on {source} with {method}: {share} parameters were trained"]
+    if (limit := config["trainer"].get("limit_eval_batches")) is not None:
+        chosen += _seen(limit, config["data"], data, sample)
     if not config["model"]["pretrained"] and config["model"]["weights"] is None:
         lines.append("  started from random weights (model.pretrained=false)")
-    skipped_images = results["data"].get("skipped", 0)
-    if skipped_images:
-        lines.append(f"  {skipped_images} unusable samples were left out (data.on_corrupt=skip)")
+    if skipped := data.get("skipped", 0):
+        lines.append(f"  {skipped} unusable samples were left out (data.on_corrupt=skip)")
+    classes = class_lines(data, class_names(data) if "classes" in data else (), sample)
     lines += [
         "",
-        table(_accuracy_rows(accuracy, results["data"], config.get("published"))) + chosen,
+        table(_accuracy_rows(accuracy, data, config.get("published"))) + chosen,
         "",
-        *(["\n".join(classes), ""] if (classes := _class_lines(results["data"], sample)) else []),
-        cost_table(results["cost"], method, batch, sample),
+        *(["\n".join(classes), ""] if classes else []),
+        table(cost_rows(results["cost"], method, batch, sample)),
         "",
-        *([memory_table(results["memory"], batch), ""] if "memory" in results else []),
+        *([table(memory_rows(results["memory"], batch)), ""] if "memory" in results else []),
         f"Results: {shown_path(folder)} (model.safetensors contains the weights of"
         f" the {'epoch with the best mean' if tasks else 'best epoch'})",
     ]
     return "\n".join(lines)
-
-
-def _class_lines(data: dict[str, Any], sample: str) -> list[str]:
-    """Return the lines of `class_lines`, or an empty list for results without class results."""
-    return class_lines(data, class_names(data), sample) if "classes" in data else []
 
 
 def _seen(limit: int, settings: dict[str, Any], data: dict[str, Any], sample: str) -> str:

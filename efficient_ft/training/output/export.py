@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,6 +17,7 @@ from efficient_ft import __version__
 from efficient_ft.config import ModelConfig
 from efficient_ft.config.schema import LARGEST_SIDE
 from efficient_ft.core.errors import SettingError, UserError, first_line
+from efficient_ft.core.files import set_default_permissions, write_atomically
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.tokenizer import Tokenizer
 from efficient_ft.data.images import MAX_PIXELS, Decoding
@@ -26,7 +26,6 @@ from efficient_ft.methods.base import Method, in_order
 from efficient_ft.models.factory import read_state_dict
 from efficient_ft.models.tasks import tasks_of
 from efficient_ft.models.text import TOKENIZER
-from efficient_ft.record.files import write_atomically
 from efficient_ft.record.formats import PASS_A_RUN, OtherVersionError
 from efficient_ft.training.kinds.base import Trained
 from efficient_ft.training.kinds.registry import kind_named
@@ -75,10 +74,7 @@ def save(
     def write(temporary: Path) -> None:
         save_file(separate, temporary, metadata)
         _sort_metadata(temporary)
-        # safetensors creates files that only their owner can read. Set the usual permissions according to the umask.
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)
+        set_default_permissions(temporary, 0o666)  # safetensors creates files that only their owner can read
 
     write_atomically(path, write)
 
@@ -116,19 +112,17 @@ def load(run: Path, task: str | None = None) -> Trained:
         OtherVersionError: If the file names a method or a setting that this version does not support.
         UserError: If the file does not exist, is damaged, or was not written by a run, or if the task is unknown.
     """
-    file = run / NAME if run.is_dir() else run
-    metadata = _metadata(run, file)
+    file, metadata = read_metadata(run)
     about = _checked(file, metadata)
     tokenizer = _tokenizer(file, about)
-    size = tuple(about.image_size)
-    height, width = size[0], size[-1]
+    size = about.image_size
     config = ModelConfig(
         name=about.architecture,
         library=about.library,
         encoder=about.encoder,
         pretrained=False,
         weights=str(file),
-        image_size=None if tokenizer else (height, width),
+        image_size=None if tokenizer else (size[0], size[1]),
         max_length=size[0] if tokenizer else None,
         kwargs=about.model_kwargs,
     )
@@ -138,8 +132,7 @@ def load(run: Path, task: str | None = None) -> Trained:
         has = f"its tasks are {', '.join(tasks)}" if tasks else "it was trained on a single data set"
         raise UserError(f"The run {run} has no task {task}: {has}.")
     kind = kind_named(about.task)
-    names = next(iter(tasks.values())) if isinstance(about.class_names, dict) else about.class_names
-    classes = {name: len(of_task) for name, of_task in tasks.items()} or len(names)
+    classes = {name: len(of_task) for name, of_task in tasks.items()} or len(about.class_names)
     try:
         if added or tasks:
             model = kind.random_network(config, classes)
@@ -198,13 +191,9 @@ def _tokenizer(file: Path, about: _About) -> Tokenizer | None:
         raise _altered(file, f"the entry {TOKENIZER} cannot be read ({first_line(error)})") from error
 
 
-def metadata_of(run: Path) -> dict[str, str]:
-    """Return the metadata of the file model.safetensors of a run. Raise UserError if the file cannot be used."""
-    return _metadata(run, run / NAME if run.is_dir() else run)
-
-
-def _metadata(run: Path, file: Path) -> dict[str, str]:
-    """Read the metadata of `file`, which is the model.safetensors file of `run`."""
+def read_metadata(run: Path) -> tuple[Path, dict[str, str]]:
+    """Return the path of model.safetensors of a run and its metadata. Raise UserError if the file cannot be used."""
+    file = run / NAME if run.is_dir() else run
     if not file.is_file():
         if not run.exists():
             raise UserError(f"{run}: the folder does not exist. {PASS_A_RUN}")
@@ -216,7 +205,7 @@ def _metadata(run: Path, file: Path) -> dict[str, str]:
         raise UserError(f"The file {file} cannot be read ({error}).") from error
     if "architecture" not in about or "class_names" not in about:
         raise UserError(f"The file {file} was not written by a run: its metadata contain no architecture or classes.")
-    return about
+    return file, about
 
 
 #: Keys of the metadata that `Trained.notes` does not contain.

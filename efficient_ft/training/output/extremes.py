@@ -15,7 +15,6 @@ from efficient_ft.core.text import plain_line
 from efficient_ft.data.loader import LoadFailure
 from efficient_ft.data.opened import OpenedData
 from efficient_ft.record.predictions import SamplePredictions, selections
-from efficient_ft.training.kinds.base import Sample
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,6 @@ class Extreme:
     def caption(self) -> str:
         """The label and the prediction in one line."""
         return f"{self.label}, predicted {self.predicted}" + (f" ({self.probability})" if self.probability else "")
-
-    @property
-    def sample(self) -> Sample:
-        """The sample for loggers."""
-        if isinstance(self.content, str):
-            return Sample(None, self.content, self.caption)
-        return Sample(self.content, "", self.caption)
 
 
 def extreme_samples(

@@ -157,13 +157,12 @@ def write_summary(
 
             media: dict[str, Any] = {}
             for selection, chosen in samples.items():
-                images = [wandb.Image(one.image, caption=one.caption) for one in chosen if one.image is not None]
-                texts = [[one.text, one.caption] for one in chosen if one.image is None]
-                if images:
-                    media[selection] = images
+                texts = [[*one] for one in chosen if isinstance(one.content, str)]
                 if texts:
                     media[selection] = wandb.Table(columns=["text", "classes"], data=texts)
-            if (split := final_split(results["data"])) is not None:
+                elif chosen:
+                    media[selection] = [wandb.Image(one.content, caption=one.caption) for one in chosen]
+            if (split := final_split(results["data"].get("classes", ()))) is not None:
                 of_split, names = results["data"]["classes"][split], class_names(results["data"])
                 columns: list[str | int] = ["true class", "predicted class", f"{split} samples"]
                 media["confusion_matrix"] = wandb.Image(matrix_picture(of_split), caption=_MATRIX.format(split))
@@ -185,12 +184,12 @@ def _write_board(
     writer = board.experiment
     for selection, chosen in samples.items():
         for number, one in enumerate(chosen):
-            if one.image is not None:
+            if not isinstance(one.content, str):
                 tag = f"{selection}/{number}: {one.caption}"
-                writer.add_image(tag, np.asarray(one.image), step, dataformats="HWC")
-        if texts := [f"- {one.text}: **{one.caption}**" for one in chosen if one.image is None]:
+                writer.add_image(tag, np.asarray(one.content), step, dataformats="HWC")
+        if texts := [f"- {one.content}: **{one.caption}**" for one in chosen if isinstance(one.content, str)]:
             writer.add_text(selection, "\n".join(texts), step)
-    if (split := final_split(results["data"])) is not None:
+    if (split := final_split(results["data"].get("classes", ()))) is not None:
         picture = np.asarray(matrix_picture(results["data"]["classes"][split]))
         writer.add_image(f"confusion_matrix/{_MATRIX.format(split)}", picture, step, dataformats="HWC")
     writer.add_text("results", "\n".join(f"    {line}" for line in text.splitlines()), step)

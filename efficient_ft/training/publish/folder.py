@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from efficient_ft.config import ModelConfig, data_configs
 from efficient_ft.config.kinds import OWN_CLASSIFIERS
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.core.files import refuse_link
+from efficient_ft.core.files import refuse_link, set_default_permissions
 from efficient_ft.core.format import format_bytes, format_seconds
 from efficient_ft.data.inspection import spread
 from efficient_ft.models import timm_config
@@ -123,7 +123,8 @@ def _write(
     """Write all files of an export into the empty `folder`, check the export, and return lines for the user."""
     example = _example(batches[0], options.batch)
     texts = trained.input.tokenizer is not None
-    metadata = _metadata(export.metadata_of(options.run), trained, input_names(example), options.batch)
+    file, stored = export.read_metadata(options.run)
+    metadata = _metadata(stored, trained, input_names(example), options.batch)
     start = time.perf_counter()
     form.write(task, trained.model, example, trained.input.size[0] if texts else None, options.batch, metadata, folder)
     seconds = time.perf_counter() - start
@@ -131,7 +132,7 @@ def _write(
     check = compared(task, trained.model, exported, batches, f"{form.words}, {source}")
     size = sum(file.stat().st_size for file in folder.iterdir())
     place = options.run if options.run.is_dir() else options.run.parent
-    shutil.copyfile(place / export.NAME if options.run.is_dir() else options.run, folder / export.NAME)
+    shutil.copyfile(file, folder / export.NAME)
     library = _write_companions(place, trained, metadata, folder)
     (folder / CLASSES).write_text(json_text(trained.class_names, indent=1) + "\n", encoding="utf-8")
     card = model_card(place, trained, metadata, form, check, options.license, library, _command(options))
@@ -231,7 +232,7 @@ def compared(task: Task, model: nn.Module, exported: nn.Module, batches: Sequenc
     """
     samples, wrong = 0, {"alone": 0, "in batches": 0}
     largest = scale = 0.0
-    for number, inputs in enumerate([_cut(batches[0], 1), *batches]):
+    for number, inputs in enumerate([_each(batches[0], lambda x: x[:1]), *batches]):
         expected, found = task.logits(model, inputs).float(), task.logits(exported, inputs).float()
         export.require_finite(expected)
         largest = max(largest, float((found - expected).abs().max()))
@@ -252,8 +253,8 @@ def compared(task: Task, model: nn.Module, exported: nn.Module, batches: Sequenc
     return Check(samples, task.sample, classes, largest, scale, source)
 
 
-def _cut(inputs: Inputs, count: int) -> Inputs:
-    return {k: x[:count] for k, x in inputs.items()} if isinstance(inputs, Mapping) else inputs[:count]
+def _each(inputs: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    return {k: change(x) for k, x in inputs.items()} if isinstance(inputs, Mapping) else change(inputs)
 
 
 def _example(inputs: Inputs, batch: int | None) -> Inputs:
@@ -261,11 +262,7 @@ def _example(inputs: Inputs, batch: int | None) -> Inputs:
 
     The values are constant, because exporters may store the example in the file, which must not contain user data.
     """
-
-    def constant(x: Tensor) -> Tensor:
-        return torch.ones(batch or 2, *x.shape[1:], dtype=x.dtype)
-
-    return {k: constant(x) for k, x in inputs.items()} if isinstance(inputs, Mapping) else constant(inputs)
+    return _each(inputs, lambda x: torch.ones(batch or 2, *x.shape[1:], dtype=x.dtype))
 
 
 def _check_inputs(options: ExportOptions, kind: Kind, trained: Trained, place: Path) -> tuple[list[Inputs], str]:
@@ -273,18 +270,14 @@ def _check_inputs(options: ExportOptions, kind: Kind, trained: Trained, place: P
     count, size = options.samples, options.batch_size
     if options.check:
         found = list(kind.file_batches(trained, options.check, count, size))
-        return found, f"{_total(found)} {kind.task.sample}s of --check"
+        total = sum(len(tensors_of(one)[0]) for one in found)
+        return found, f"{total} {kind.task.sample}s of --check"
     try:
         return _evaluation_inputs(options, trained, place)
     except UserError as error:
-        generator = torch.Generator().manual_seed(_SEED)
-        found = [_random_inputs(kind.task, trained, generator)]
         reason = str(error).splitlines()[0]
-        return found, f"{_RANDOM} random inputs, because the data of the run cannot be read: {reason}"
-
-
-def _total(batches: Sequence[Inputs]) -> int:
-    return sum(len(tensors_of(one)[0]) for one in batches)
+        source = f"{_RANDOM} random inputs, because the data of the run cannot be read: {reason}"
+        return [_random_inputs(kind.task, trained)], source
 
 
 def _evaluation_inputs(options: ExportOptions, trained: Trained, place: Path) -> tuple[list[Inputs], str]:
@@ -298,7 +291,7 @@ def _evaluation_inputs(options: ExportOptions, trained: Trained, place: Path) ->
     tasks = {name: one.model_copy(update=changes) for name, one in config.tasks.items()}
     config = config.model_copy(update={"data": data, "tasks": tasks})
     for one in data_configs(config):
-        if not Path(one.root).expanduser().exists() and kind_of(config).missing(config):
+        if not Path(one.root).expanduser().exists() and kind.missing(config):
             raise UserError(f"{one.root} does not exist.")
     part: Any = kind.open(config, trained.input).parts[options.task or ""]
     split = "test" if "test" in part.splits else part.best_split
@@ -309,7 +302,8 @@ def _evaluation_inputs(options: ExportOptions, trained: Trained, place: Path) ->
     return found, f"{len(chosen)} {split} {kind.task.sample}s of the run"
 
 
-def _random_inputs(task: Task, trained: Trained, generator: torch.Generator) -> Inputs:
+def _random_inputs(task: Task, trained: Trained) -> Inputs:
+    generator = torch.Generator().manual_seed(_SEED)
     inputs = task.example_inputs(_RANDOM, len(trained.input.mean), trained.input.size, generator)
     tokenizer = trained.input.tokenizer
     if tokenizer is None or not isinstance(inputs, Mapping):
@@ -329,9 +323,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
     temporary = Path(tempfile.mkdtemp(prefix=".efficient_ft.", suffix=".tmp", dir=parent))
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o777 & ~umask)
+        set_default_permissions(temporary, 0o777)
         out.parent.mkdir(parents=True, exist_ok=True)
         os.rename(temporary, out)
     except BaseException:
