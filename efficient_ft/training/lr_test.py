@@ -23,6 +23,7 @@ from efficient_ft.data.loader import refuse_killed_worker
 from efficient_ft.integrations.lightning import MethodCallback
 from efficient_ft.models import factory
 from efficient_ft.record.lr_test import RangeTest, mean_around
+from efficient_ft.training.balance import balance_classes
 from efficient_ft.training.datamodule import (
     RunDataModule,
     refuse_missing_files,
@@ -142,6 +143,8 @@ def _train(config: Config, rates: Sequence[float], progress: Callable[[int, floa
     found = summaries(data)
     refuse_unusable(config, found)
     say(summary_text(found))
+    kind = kind_of(config)
+    weights, task = balance_classes(config, kind.task, data), kind.task_on(config, data)
     per_epoch = -(-len(data.train_loader()) // config.trainer.grad_accum_steps)
     epochs = -(-len(rates) // max(per_epoch, 1))
     for part in data.parts.values():
@@ -151,7 +154,7 @@ def _train(config: Config, rates: Sequence[float], progress: Callable[[int, floa
     trainer = build_trainer(config, Path(), methods, [apply], [], epochs)
     if use_channels_last(config, trainer.strategy.root_device):
         network.to(memory_format=torch.channels_last)
-    module = _TestModule(network, config, data.num_classes, len(rates), rates=rates, progress=progress)
+    module = _TestModule(network, config, data.num_classes, len(rates), weights, task, rates=rates, progress=progress)
     try:
         trainer.fit(module, datamodule=RunDataModule(data))
     except BaseException as error:

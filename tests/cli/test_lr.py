@@ -48,6 +48,13 @@ def test_the_rates_grow_exponentially_with_the_factors_of_the_groups(monkeypatch
     assert [max(rates) for rates in used] == pytest.approx([10 * rate for rate in found.rates])
 
 
+def test_the_loss_has_the_class_weights_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = {str(digit): 10.0 if digit == 3 else 0.5 for digit in range(10)}
+    plain, _ = rates_of(monkeypatch)
+    weighted, _ = rates_of(monkeypatch, optim__class_weights=weights)
+    assert weighted.losses[-1] != pytest.approx(plain.losses[-1], rel=1e-3)
+
+
 @pytest.mark.slow
 def test_a_step_accumulates_batches_and_methods_begin_and_end_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []

@@ -22,6 +22,7 @@ from efficient_ft.training import costs
 from efficient_ft.training.evaluate import evaluate
 from efficient_ft.training.kinds.base import only
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.lr_test import range_test
 from efficient_ft.training.output import export
 from efficient_ft.training.run import run
 from tests.training.runs import assert_same_run, interrupted_at, plain_config
@@ -111,6 +112,9 @@ def test_numbers(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     printed = " ".join(capsys.readouterr().out.split())  # lines are wrapped
     assert "regression, 2 targets: price, loss" in printed
     assert "targets in 'price': 10" in printed
+    # The learning rate test has the loss of the run, on targets with mean 0 and standard deviation 1.
+    assert range_test(config, 4, 1e-6, 1e-5).losses[0] < 3
+    capsys.readouterr()
     assert "test MAE price" in printed
     assert "optim.label_smoothing" not in printed  # the default is not mentioned
     assert results["accuracy"]["metric"] == "r2"
