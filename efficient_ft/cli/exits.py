@@ -25,6 +25,9 @@ OUTCOME_FILE = "EFFICIENT_FT_OUTCOME_FILE"
 _OF_THE_SYSTEM = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EEXIST, errno.ENOTDIR,
                   errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}  # fmt: skip
 
+#: Error numbers of a full disk or quota. An error of ``write`` does not name the file.
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+
 #: Exit status of an interrupted command, as in shells.
 INTERRUPTED = 130
 
@@ -50,6 +53,8 @@ def fail(error: UserError | str, status: int = 2) -> NoReturn:
 
 def of_the_system(error: OSError) -> UserError | None:
     """Return a `UserError` if the user can correct the file system error `error`, or None otherwise."""
+    if error.filename is None and error.errno in _FULL:
+        return UserError(f"A file could not be written: {error.strerror}. Free space, and repeat the command.")
     if error.filename is None or error.errno not in _OF_THE_SYSTEM:
         return None
     return UserError(f"{os.fsdecode(error.filename)}: {error.strerror}.")

@@ -50,22 +50,28 @@ def fingerprint(config: Config) -> str:
         del what["trainer"]["compile"]
     if config.trainer.prefix is None and what["trainer"]["precision"] in ("fp32", "fp16"):
         what["trainer"]["prefix"] = "fp32"  # the default in these precisions, and the value in earlier versions
-    what["data"] = _content(config.data)
+    limited = config.trainer.limit_eval_batches is not None
+    what["data"] = _content(config.data, limited)
     if config.data.automatic and config.memory is not None:
         what["memory"] = parse_bytes("memory", config.memory)  # the budget determines the batch size
     if config.data.effective_batch_size is not None:
         del what["trainer"]["grad_accum_steps"]
     if config.tasks:
         # The order of the tasks affects the result, because optimizer steps alternate between the tasks in this order.
-        what["tasks"] = [[name, _content(data)] for name, data in config.tasks.items()]
+        what["tasks"] = [[name, _content(data, limited)] for name, data in config.tasks.items()]
         del what["data"]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:8]
 
 
-def _content(data: DataConfig) -> dict[str, Any]:
-    """Return the settings of a data set that affect the result of a run."""
+def _content(data: DataConfig, limited: bool) -> dict[str, Any]:
+    """Return the settings of a data set that affect the result of a run.
+
+    If `limited` is True, only a limited number of evaluation batches is used, so their size affects the result.
+    """
     what = data.model_dump(mode="json", exclude=_DATA_NO_EFFECT)
     what["augment"] = augment_content(data.augment)
+    if limited and data.eval_batch_size not in (None, data.batch_size):
+        what["eval_batch_size"] = data.eval_batch_size
     if data.labels is None:
         del what["labels"]  # folders of runs without this section keep their names
     if data.on_corrupt == "stop":

@@ -68,7 +68,8 @@ class Candidate:
                 arguments.append("optim.grad_clip_norm=null")
         if self.micro_batches > 1:
             arguments.append(f"data.batch_size={-(-config.data.batch_size // self.micro_batches)}")
-            arguments.append(f"trainer.grad_accum_steps={config.trainer.grad_accum_steps * self.micro_batches}")
+            if config.data.effective_batch_size is None:
+                arguments.append(f"trainer.grad_accum_steps={config.trainer.grad_accum_steps * self.micro_batches}")
         return arguments
 
 

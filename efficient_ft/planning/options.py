@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -66,7 +67,7 @@ class Option:
     @property
     def words(self) -> list[str]:
         """Words of the command line that trains the recipe, quoted for a shell."""
-        return ["efficient-ft", *(f"'{a}'" if any(c in a for c in "[]{}, ") else a for a in self.arguments)]
+        return ["efficient-ft", *map(shlex.quote, self.arguments)]
 
     @property
     def command(self) -> str:

@@ -41,6 +41,7 @@ from efficient_ft.planning.prior import points_lost
 from efficient_ft.planning.timing import Trial, step_seconds
 from efficient_ft.training.datamodule import run_length
 from efficient_ft.training.kinds.registry import kind_of
+from efficient_ft.training.memory.batch_size import with_effective_batch_size
 from efficient_ft.training.memory.libraries import LibrarySizes, libraries
 from efficient_ft.training.precision import resolve_precision
 from efficient_ft.training.trainer import on_device
@@ -136,7 +137,7 @@ def start_planning(
         do = "The plan does not predict the memory of the compiler."
         raise SettingError("trainer.compile", "true", "false in a plan", do)
     device = on_device(base)
-    base = resolve_precision(base, device)
+    base = with_effective_batch_size(resolve_precision(base, device), lambda line: None)
     precision = base.trainer.precision
     if device.type == "cpu":
         memory_bytes = min(memory_bytes, memory_limit_bytes())
@@ -150,7 +151,9 @@ def start_planning(
     release_library_pages()
     planner = Planner(
         settings=[word for word in settings if not (chosen and word.startswith("method="))],
-        configure=lambda words: configure(words).with_precision(precision),
+        configure=lambda words: with_effective_batch_size(
+            configure(words).with_precision(precision), lambda line: None
+        ),
         base=base,
         device=device,
         chosen=bool(chosen),

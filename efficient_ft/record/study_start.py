@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_json
 from efficient_ft.record.files import json_text, write_text_atomically
@@ -23,9 +25,11 @@ class SearchStarts:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self._tests: dict[str, dict[str, Any]] = {}
+        self._tests = self._read()
+
+    def _read(self) -> dict[str, dict[str, Any]]:
         if not self.path.is_file():
-            return
+            return {}
         do = "Remove the file to run the tests again."
         try:
             held = parse_json(self.path.read_text(encoding="utf-8"))
@@ -35,7 +39,7 @@ class SearchStarts:
         except (OSError, ValueError, AttributeError) as error:
             raise UserError(f"The file {self.path} is damaged ({error}). {do}") from error
         check_format(self.path, version, do)
-        self._tests = dict(tests)
+        return dict(tests)
 
     def has(self, row: str, settings: Sequence[str]) -> bool:
         """Return True if the row was tested with exactly these settings."""
@@ -50,8 +54,10 @@ class SearchStarts:
 
     def add(self, row: str, settings: Sequence[str], lr: float | None) -> None:
         """Store the suggestion for a row, which is None if the test suggests no learning rate."""
-        self._tests[row] = {"settings": list(settings), "lr": lr}
-        write_text_atomically(self.path, json_text({"format": FORMAT, "tests": self._tests}, indent=1) + "\n")
+        # The file is locked, because another process may test other rows of the same study.
+        with FileLock(self.path.with_name(f".{NAME}.lock")):
+            self._tests = {**self._read(), row: {"settings": list(settings), "lr": lr}}
+            write_text_atomically(self.path, json_text({"format": FORMAT, "tests": self._tests}, indent=1) + "\n")
 
 
 def _is_test(held: Any) -> bool:

@@ -7,9 +7,10 @@ from typing import Any
 
 import lightning.pytorch as L
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from efficient_ft.config import Config, DataConfig, data_configs
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError, first_line
 from efficient_ft.core.format import format_metric
 from efficient_ft.core.terminal import shown_path
 from efficient_ft.core.text import spelled, table
@@ -61,7 +62,13 @@ def evaluate(run: Path, config: Config | None = None) -> Evaluated:
         )
     say(summary_text(summaries(images)))
     config = resolve_precision(config, on_device(config), run)
-    trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
+    try:
+        trainer = L.Trainer(accelerator=config.trainer.accelerator, devices=1, logger=False, enable_checkpointing=False)
+    except (MisconfigurationException, ValueError, RuntimeError) as error:
+        do = f"{first_line(error)} To use the best device of this machine, set trainer.accelerator=auto."
+        raise SettingError(
+            "trainer.accelerator", config.trainer.accelerator, "available on this machine", do
+        ) from error
     result = kind.evaluate(config, trained.model, images, trainer.strategy.root_device, trained.notes)
     metric = kind.task.metric
     rows = [[spelled(metric), "", f"{kind.task.sample}s"]]

@@ -37,7 +37,8 @@ def test_settings_that_lightning_sets_again_are_removed() -> None:
 @pytest.mark.parametrize(
     ("raised", "status"),
     [(FileExistsError(17, "File exists", "out"), 2), (PermissionError(13, "Permission denied", "out"), 2),
-     (OSError(28, "No space left on device", "out"), 2), (FileNotFoundError(2, "No such file", "out"), None)],
+     (OSError(28, "No space left on device", "out"), 2), (OSError(28, "No space left on device"), 2),
+     (FileNotFoundError(2, "No such file", "out"), None)],
 )  # fmt: skip
 def test_what_the_system_refuses_is_one_message(
     raised: OSError, status: int | None, capsys: pytest.CaptureFixture[str]
@@ -47,7 +48,9 @@ def test_what_the_system_refuses_is_one_message(
         raise raised
     if status:
         assert caught.value.code == status  # type: ignore[attr-defined]
-        assert unwrapped(capsys.readouterr().err) == f"out: {raised.strerror}.\n"
+        plain = f"A file could not be written: {raised.strerror}. Free space, and repeat the command.\n"
+        said = plain if raised.filename is None else f"out: {raised.strerror}.\n"
+        assert unwrapped(capsys.readouterr().err) == said
 
 
 @pytest.mark.slow

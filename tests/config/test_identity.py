@@ -107,6 +107,15 @@ def test_a_folder_of_images_is_told_apart_by_its_place() -> None:
     assert run_folder(runs[0]).startswith("outputs/pets/resnet18/full/")
 
 
+def test_the_size_of_a_limited_number_of_evaluation_batches_is_part_of_the_run() -> None:
+    def prints(**more: object) -> list[str]:
+        sizes: list[dict[str, int]] = [{}, {"data__eval_batch_size": 8}, {"data__eval_batch_size": 32}]
+        return [fingerprint(check(with_settings(**size, **more))) for size in sizes]
+
+    assert len(set(prints())) == 1
+    assert len(set(prints(trainer__limit_eval_batches=1))) == 3
+
+
 def test_how_images_are_read_is_part_of_the_run_where_it_changes_them() -> None:
     plain = {"data__name": "folder", "data__root": "a"}
     base = fingerprint(check(with_settings(**plain)))

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from efficient_ft.methods.build import build_methods
-from efficient_ft.planning import Candidate, Exactness, Examined, planner
+from efficient_ft.planning import Candidate, Exactness, Examined, Limits, planner
 from efficient_ft.planning.candidates import candidates, split
 from efficient_ft.planning.text import plan_text
 from tests.planning.common import SETTINGS, a_plan, configure
@@ -42,6 +42,19 @@ def test_a_batch_is_split_into_equal_parts() -> None:
     assert [one.micro_batches for one in parts] == [2, 4]
     assert parts[0].arguments(base)[-2:] == ["data.batch_size=6", "trainer.grad_accum_steps=2"]
     assert not list(split(Candidate(("full",), in_backward=True), base))
+
+
+def test_an_effective_batch_size_determines_the_accumulation() -> None:
+    sizes = {}
+    for more in (["trainer.grad_accum_steps=3"], ["data.effective_batch_size=36"]):
+        settings = [*SETTINGS, "data.batch_size=12", *more]
+        made, steps = planner.start_planning(settings, configure, Limits(10**12))
+        option = made.option(Candidate(("full",)))
+        sizes[more[0]] = steps, option.counted, made.option(next(split(Candidate(("full",)), made.base))).counted
+        parts = next(split(Candidate(("full",)), made.base)).arguments(made.base)
+        assert ("trainer.grad_accum_steps=6" in parts) == (more[0] == "trainer.grad_accum_steps=3")
+    one, other = sizes.values()
+    assert one == other
 
 
 def test_the_smallest_recipes_come_first_then_plain_fine_tuning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import replace
 
 import pytest
@@ -66,6 +67,13 @@ def test_a_plan_without_a_recommendation_says_what_would_allow_one() -> None:
     assert "low bits: needs slightly more than 1.12 GiB" in plan_text(replace(plan, excluded=(further, close)))
     slow = replace(plan, options=(option(Exactness.EXACT, 1, 9, on_front=True),))
     assert "Increase time=TIME to allow these recipes." in plan_text(slow)
+
+
+def test_commands_can_be_pasted_into_a_shell() -> None:
+    arguments = ("data.root='my photos (1)'", "model.weights=/a/$HOME;b", "method=[full,lora]", "optim.lr=1e-3")
+    made = replace(option(Exactness.EXACT, 1, 1), arguments=arguments)
+    assert shlex.split(made.command) == ["efficient-ft", *arguments]
+    assert made.words[-1] == "optim.lr=1e-3"
 
 
 def test_the_front_has_what_nothing_else_is_better_than() -> None:

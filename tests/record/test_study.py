@@ -21,6 +21,7 @@ from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.results import are_correct, correct_samples
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.record.study import EpochPoint, Records
+from efficient_ft.record.study_start import SearchStarts
 from efficient_ft.report.studies import notes
 from tests.cli.program import REPOSITORY
 from tests.record.some import STUDY, some_results
@@ -309,7 +310,7 @@ def test_an_ignored_setting_that_does_not_exist_is_refused(folder: Path) -> None
 
 
 def test_settings_that_change_the_study_are_refused_on_the_command_line(folder: Path) -> None:
-    for given in ("trainer.max_steps=1", "optim.lr=1", "model=deit_tiny"):
+    for given in ("trainer.max_steps=1", "optim.lr=1", "model=deit_tiny", "model.weights_key=teacher"):
         with pytest.raises(UserError, match=f"^The setting {given.partition('=')[0]} changes the runs of the study"):
             command.main([str(folder), given])
 
@@ -455,6 +456,14 @@ def test_a_test_with_other_settings_or_without_a_suggestion_is_not_used(folder: 
     assert [run.value for run in records.tuning_runs(["full"])] == [3e-4, 1e-3]
     (folder / "study.yaml").write_text((folder / "study.yaml").read_text().replace("max_steps=2", "max_steps=3"))
     assert Records(folder).untested(["full"]) == ["full"]
+
+
+def test_two_processes_keep_the_learning_rate_tests_of_both(tmp_path: Path) -> None:
+    one, other = SearchStarts(tmp_path), SearchStarts(tmp_path)
+    one.add("full", ["a"], 1e-3)
+    other.add("head", ["b"], None)
+    assert SearchStarts(tmp_path).has("full", ["a"])
+    assert SearchStarts(tmp_path).has("head", ["b"])
 
 
 @pytest.mark.parametrize(

@@ -37,9 +37,14 @@ the finished runs without starting a run. KEY=VALUE settings apply only to this 
 the number of parallel jobs, and are not recorded. FOLDER/records.json contains a record of every finished run.
 """
 
-#: Settings, or prefixes of settings, that do not change the results of a study.
+#: Settings that do not change the results of a study, like the settings of `logger`.
 OF_THIS_MACHINE = ("data.root", "data.download", "data.num_workers", "model.weights", "jobs", "job_timeout",
                    "trainer.accelerator", "trainer.progress", "logger")  # fmt: skip
+
+
+def of_this_machine(key: str) -> bool:
+    """Return True if the setting does not change the results of a study."""
+    return key in OF_THIS_MACHINE or key.startswith("logger.")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -60,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     check_settings(options.settings)
     for key in (word.partition("=")[0] for word in options.settings):
-        if not key.startswith(OF_THIS_MACHINE) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
+        if not of_this_machine(key) and not re.fullmatch(r"tasks\.\w+\.(root|download|num_workers)", key):
             raise UserError(
                 f"The setting {key} changes the runs of the study. Set {key} in {options.folder / 'study.yaml'}. The"
                 f" command line accepts only settings that are not recorded: {', '.join(OF_THIS_MACHINE)}."

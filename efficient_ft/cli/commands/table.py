@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from efficient_ft.cli.commands.study import OF_THIS_MACHINE
+from efficient_ft.cli.commands.study import of_this_machine
 from efficient_ft.cli.hydra.compose import configured
 from efficient_ft.cli.hydra.jobs import Job, command, finished, not_read, run_jobs, write_sweep_table
 from efficient_ft.cli.hydra.rows import check_settings, merged, of_tasks
@@ -319,7 +319,7 @@ def _report_notes(settings: Sequence[str], jobs: Sequence[Job]) -> list[str]:
     missing = [job for job in jobs if job.results is None]
     limited = [job.title for job in jobs if job.results and job.config.trainer.limit_eval_batches is not None]
     notes = []
-    if other := [one for one in settings if not one.startswith(OF_THIS_MACHINE)]:
+    if other := [one for one in settings if not of_this_machine(one.partition("=")[0])]:
         notes.append(f"The runs have settings that differ from the table: {' '.join(other)}.")
     if missing:
         more = f" and {len(missing) - _NAMED} more (--commands lists all runs)" if len(missing) > _NAMED else ""

@@ -54,8 +54,10 @@ def _stored(folder: Path | None) -> tuple[int, int] | None:
     return (stored.data.batch_size, stored.trainer.grad_accum_steps) if stored.data.batch_size_selected else None
 
 
-def with_effective_batch_size(config: Config) -> Config:
-    """Set the accumulation for `data.effective_batch_size`, and print it. The batch size must be an integer.
+def with_effective_batch_size(config: Config, say: Callable[[str], None] = say) -> Config:
+    """Set the accumulation for `data.effective_batch_size`, and print it with `say`.
+
+    The batch size must be an integer.
 
     Raises:
         SettingError: If the number of samples per step cannot be divided between the batches of all processes.
