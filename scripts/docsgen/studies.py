@@ -169,6 +169,14 @@ def after_epoch(name: str, epoch: str, *rows: str) -> str:
     return ", ".join(numbers)
 
 
+def loss_after_epoch(name: str, epoch: str, *rows: str) -> str:
+    """Return the training loss of each row in an epoch, as the mean over the seeds, for use in a sentence."""
+    means = [
+        statistics.fmean(run["curve"][int(epoch) - 1]["loss"] for run in records(name).finished(row)) for row in rows
+    ]
+    return ", ".join(f"`{row}` {mean:.2f}" for row, mean in zip(rows, means, strict=True))
+
+
 @block
 def compared(name: str, *rows: str) -> str:
     """Show the accuracy, the seeds and the relative costs of some rows of a study."""

@@ -105,6 +105,7 @@ VALUES: dict[str, Callable[..., str]] = {
     "study-rows": studies.accuracies,
     "study-seed": studies.accuracies_of_seed,
     "study-epoch": studies.after_epoch,
+    "study-loss": studies.loss_after_epoch,
     "study-difference": lambda study, row: signed(
         studies.point(study, row)["accuracy"] - studies.point(study, "full")["accuracy"], form="+.1f"
     )[0],
