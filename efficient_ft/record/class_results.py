@@ -5,6 +5,8 @@ The file contains integer counts. The functions of this module compute recall, p
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +14,10 @@ from typing_extensions import TypedDict
 
 if TYPE_CHECKING:  # The help of the program imports this module, but not NumPy.
     import numpy as np
+
+
+#: Entry of `ClassResults.confusions`.
+_CONFUSION = re.compile(r"[0-9]{1,9}>[0-9]{1,9}:[0-9]{1,18}")
 
 
 class Calibration(TypedDict):
@@ -103,6 +109,35 @@ def confusions(results: Mapping[str, Any]) -> list[Confusion]:
         true, _, predicted = pair.partition(">")
         found.append(Confusion(int(true), int(predicted), int(number)))
     return sorted(found, key=lambda one: (-one.samples, one.true, one.predicted))
+
+
+def check_classes(results: Mapping[str, Any], num_classes: int) -> None:
+    """Raise a `ValueError` if the counts of a `ClassResults` contradict each other or the number of classes."""
+    check_labels(results, num_classes)
+    support, predicted, correct = (results[key] for key in ("support", "predicted", "correct"))
+    if not sum(support):
+        raise ValueError("the support of all classes is 0")
+    if not all(_CONFUSION.fullmatch(text) for text in results["confusions"].split()):
+        raise ValueError("confusions is not a list of entries such as 3>7:2")
+    of_true, of_predicted = Counter(dict(enumerate(correct))), Counter(dict(enumerate(correct)))
+    for one in confusions(results):
+        of_true[one.true] += one.samples
+        of_predicted[one.predicted] += one.samples
+    for name, counts, expected in (("support", support, of_true), ("predicted", predicted, of_predicted)):
+        if dict(enumerate(counts)) != dict(expected):
+            raise ValueError(f"the sums of correct and confusions differ from {name}")
+    if len({len(values) for values in results["calibration"].values()}) > 1:
+        raise ValueError("the lists in calibration have different lengths")
+
+
+def check_labels(results: Mapping[str, Any], num_labels: int) -> None:
+    """Raise a `ValueError` if the counts of a `LabelResults` contradict each other or the number of labels."""
+    for name, values in results.items():
+        if isinstance(values, list) and len(values) != num_labels:
+            raise ValueError(f"{name} has {len(values)} values, but class_names has {num_labels}")
+    for support, predicted, correct in zip(*(results[k] for k in ("support", "predicted", "correct")), strict=True):
+        if not 0 <= correct <= min(support, predicted):
+            raise ValueError("correct is negative, or exceeds support or predicted")
 
 
 def confusion_matrix(results: Mapping[str, Any]) -> np.ndarray:

@@ -10,6 +10,7 @@ user.
 from __future__ import annotations
 
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,13 +62,37 @@ def read_predictions(run: Path) -> dict[str, dict[str, dict[str, np.ndarray]]]:
                 found.setdefault(task, {}).setdefault(split, {})[name] = arrays[key]
     except FileNotFoundError:  # a kind without predictions of individual samples
         return {}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"The file {run / NAME} is damaged. {START_AGAIN}") from error
     for splits in found.values():
         for one in splits.values():
-            if not {"index", "predicted"} <= one.keys() or len({len(values) for values in one.values()}) > 1:
+            if not _match(one):
                 raise UserError(f"The file {run / NAME} is damaged: its arrays do not match. {START_AGAIN}")
     return found
+
+
+#: Kinds of the dtypes and numbers of dimensions of the arrays of each kind of task, which is identified by its first
+#: array.
+_FORMS = (
+    {"target": ("f", 2), "predicted": ("f", 2)},
+    {"labels": ("b", 2), "predicted": ("b", 2)},
+    {"label": ("iu", 1), "predicted": ("iu", 1), "probability": ("f", 1)},
+)
+
+
+def _match(samples: SamplePredictions) -> bool:
+    """Return True if the arrays are those of a kind of task, and have rows for the same samples (at least one)."""
+    form = next((form for form in _FORMS if next(iter(form)) in samples), None)
+    if form is None:
+        return False
+    for name, (kinds, dims) in {"index": ("iu", 1), **form}.items():
+        values = samples.get(name)
+        if values is None or values.dtype.kind not in kinds or values.ndim != dims or not values.size:
+            return False
+        if values.dtype.kind == "i" and values.min() < 0:
+            return False
+    shapes = [samples[name].shape for name in form]
+    return len({shape[0] for shape in shapes} | {len(samples["index"])}) == 1 and len(set(shapes)) == 1
 
 
 def selections(samples: SamplePredictions) -> dict[str, np.ndarray]:

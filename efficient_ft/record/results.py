@@ -17,7 +17,7 @@ from typing_extensions import TypedDict  # Before Python 3.12, pydantic rejects 
 from efficient_ft.config.schema import flatten as flatten
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.parsing import parse_json
-from efficient_ft.record.class_results import ClassResults, LabelResults
+from efficient_ft.record.class_results import ClassResults, LabelResults, check_classes, check_labels
 from efficient_ft.record.files import json_text, write_text_atomically
 from efficient_ft.record.formats import START_AGAIN, USE_ITS_VERSION, check_format
 
@@ -366,7 +366,7 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
 
     Raises:
         OtherVersionError: If results.json has a different format number or no format number.
-        UserError: If results.json does not exist (the run has not finished) or is damaged.
+        UserError: If results.json does not exist (the run has not finished), is damaged or contradicts itself.
     """
     file = run / NAME
     try:
@@ -388,7 +388,33 @@ def read_results(run: Path, do: str = START_AGAIN) -> Results:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, first["loc"]))
         raise UserError(f"The file {file} cannot be read: the entry {key} is invalid: {first['msg']}. {do}") from error
+    try:
+        _check_data(plain["data"])
+    except ValueError as error:
+        do = "Repeat the run." if do == USE_ITS_VERSION else do
+        raise UserError(f"The file {file} is damaged: {error}. {do}") from error
     return cast(Results, plain)
+
+
+def _check_data(data: Mapping[str, Any]) -> None:
+    """Raise a `ValueError` if the results of the classes contradict each other, their scores or the class names."""
+    summary = data.get("summary", {})
+    for task, part in {"": data, **data.get("tasks", {})}.items():
+        entry = f"data.tasks.{task}" if task else "data"
+        names = found.get("class_names") if isinstance(found := summary.get(task), Mapping) else None
+        for kind, check in (("classes", check_classes), ("labels", check_labels)):
+            for split, results in part.get(kind, {}).items():
+                if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+                    raise ValueError(f"{entry}.{kind} requires the class names in data.summary")
+                scores = part.get("scores", {}).get(split)
+                if not isinstance(scores, Mapping) or not all(isinstance(s, int | float) for s in scores.values()):
+                    raise ValueError(f"{entry}.{kind} requires the metrics in {entry}.scores.{split}")
+                if kind == "classes" and "calibration_error" not in scores:
+                    raise ValueError(f"{entry}.scores.{split} has no calibration_error")
+                try:
+                    check(results, len(names))
+                except ValueError as error:
+                    raise ValueError(f"the entry {entry}.{kind}.{split} is invalid: {error}") from error
 
 
 @cache

@@ -23,6 +23,9 @@ class Rows:
         A row is an object with an integer ``step``. Reading stops at the first line that is not a row, for example a
         line that a killed process wrote only partially. Numbers that are not finite are omitted.
         """
+        return self._complete()
+
+    def _complete(self) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = []
         if self.path.is_file():
             for line in self.path.read_bytes().splitlines():
@@ -30,14 +33,14 @@ class Rows:
                     row = parse_json(line.decode("utf-8"))
                 except ValueError:  # the line is not valid UTF-8 or JSON
                     break
-                if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                if not isinstance(row, dict) or not isinstance(row.get("step"), int) or not _is_finite(row["step"]):
                     break
                 rows.append(_finite(row))
         return rows
 
     def rewind(self, step: int) -> None:
         """Remove the rows after optimizer step `step`. A resumed run continues after this step."""
-        kept = [row for row in self.read() if row["step"] <= step]
+        kept = [row for row in self._complete() if row["step"] <= step]
         write_text_atomically(self.path, "".join(json_text(row) + "\n" for row in kept))
 
     def append(self, row: dict[str, Any]) -> None:
@@ -47,7 +50,14 @@ class Rows:
 
 
 def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if not isinstance(value, float) or math.isfinite(value)}
+    return {key: value for key, value in row.items() if not isinstance(value, int | float) or _is_finite(value)}
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer that is larger than every float
+        return False
 
 
 class MetricsFile(Rows):
@@ -63,6 +73,11 @@ class MetricsFile(Rows):
 
     def __init__(self, run: Path) -> None:
         super().__init__(run / "metrics.jsonl")
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return all complete rows (see `Rows.read`). Values that are not numbers are omitted."""
+        rows = super().read()
+        return [{key: value for key, value in row.items() if isinstance(value, int | float)} for row in rows]
 
     def write_csv(self) -> None:
         """Write all rows to metrics.csv, with one column per key."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -67,28 +68,56 @@ def class_attention(config: Config) -> Chart:
     """
     model, batch, _ = _model_and_batch(config)
     of_model = view(model)
-    if not of_model.prefix_tokens or not hasattr(model.get_submodule(of_model.blocks[0]), "attn"):
-        raise UserError(f"The model {of_model.name} has no class token with a grid of patches. Use a ViT or DeiT.")
-    maps: dict[int, Tensor] = {}
-
-    def keep(index: int, attention: Any, args: tuple[Tensor, ...], output: Tensor) -> None:
-        q, k, _ = attention.qkv(args[0]).unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = attention.q_norm(q), attention.k_norm(k)
-        weights = (q[:, :, :1] @ k.transpose(-2, -1) * attention.scale).softmax(-1)
-        maps[index] = weights.mean(1)[0, 0, of_model.prefix_tokens :]
-
-    for index in (1, 3, 5):
-        if index < len(of_model.blocks):
-            model.get_submodule(f"{of_model.blocks[index]}.attn").register_forward_hook(partial(keep, index))
-    with torch.no_grad():
+    name, grid = of_model.name, of_model.block_grid
+    if not of_model.has_class_token or grid is None:
+        raise UserError(f"The model {name} has no class token with a grid of patches. Use a ViT or DeiT.")
+    if grid[0] != grid[1]:
+        raise UserError(f"The model {name} has no square grid of patches. Set model.image_size to one number.")
+    attention: dict[int, Any] = {
+        index: getattr(model.get_submodule(of_model.blocks[index]), "attn", None)
+        for index in (1, 3, 5)
+        if index < len(of_model.blocks)
+    }
+    with _attention_probabilities(attention) as found:
         model(batch[:1])
-    if any(math.isqrt(len(m)) ** 2 != len(m) for m in maps.values()):
-        raise UserError(f"The model {of_model.name} has no square grid of patches. Set model.image_size to one number.")
-    panels = [
-        Panel(f"block {index + 1}", "", "", [Series(f"block {index + 1}", list(range(len(m))), m.tolist())], "image")
-        for index, m in maps.items()
-    ]
+    tokens = of_model.prefix_tokens + math.prod(grid)
+    panels = []
+    for index in attention:
+        probabilities = found.get(index)
+        if probabilities is None or probabilities.shape[2:] != (tokens, tokens):
+            block = of_model.blocks[index]
+            raise UserError(
+                f"The block {block} of the model {name} ({type(model.get_submodule(block)).__name__}) has no attention"
+                " module whose probabilities can be read. Use a ViT or DeiT."
+            )
+        of_patches = probabilities[0, :, 0, of_model.prefix_tokens :].mean(0).tolist()
+        title = f"block {index + 1}"
+        panels.append(Panel(title, "", "", [Series(title, list(range(len(of_patches))), of_patches)], "image"))
     return Chart("Attention of the class token", panels)
+
+
+@contextmanager
+def _attention_probabilities(attention: Mapping[int, Any]) -> Iterator[dict[int, Tensor]]:
+    """Yield a dict that a forward pass fills with the probabilities of each attention module, (B, heads, N, N).
+
+    The probabilities are the input of the dropout of a timm attention module, so they contain all biases and rotary
+    embeddings. Fused attention computes no probabilities and is disabled. Modules without this dropout are omitted.
+    """
+    found: dict[int, Tensor] = {}
+
+    def keep(index: int, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        found[index] = inputs[0].float()
+
+    with ExitStack() as stack, torch.no_grad():
+        for index, module in attention.items():
+            dropout = getattr(module, "attn_drop", None)
+            if not isinstance(dropout, nn.Module):
+                continue
+            stack.callback(dropout.register_forward_pre_hook(partial(keep, index)).remove)
+            if getattr(module, "fused_attn", False):
+                stack.callback(setattr, module, "fused_attn", True)
+                module.fused_attn = False
+        yield found
 
 
 def gradient_spectrum(config: Config) -> Chart:

@@ -14,6 +14,7 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.core.input_spec import InputSpec
 from efficient_ft.core.text import plain_line, spelled
 from efficient_ft.data import missing_data
+from efficient_ft.record import predictions
 from efficient_ft.record.class_results import confusions, precisions, recalls
 from efficient_ft.record.predictions import SHOWN, SamplePredictions, read_predictions
 from efficient_ft.record.results import Results, images_digest
@@ -42,7 +43,7 @@ def outcome_sections(run: Path, config: Config, results: Results) -> tuple[list[
     """Return the titles and contents of the sections about predictions, and notes on missing parts.
 
     Raises:
-        UserError: If predictions.npz is damaged.
+        UserError: If predictions.npz is damaged or does not match the results.
     """
     sample = TASKS[config.task].sample if config.task in TASKS else "sample"
     recorded, sections = read_predictions(run), []
@@ -61,6 +62,9 @@ def outcome_sections(run: Path, config: Config, results: Results) -> tuple[list[
         if "iou" in scores:
             sections.append((f"Classes{title}", _overlaps(run, scores, split)))
         if samples is not None and "target" in samples:
+            if len(names) != samples["target"].shape[1]:
+                file = run / predictions.NAME
+                raise UserError(f"The file {file} is damaged: it does not match the results. Repeat the run.")
             sections.append((f"Targets{title}", _targets(samples, names, scores, split)))
         if samples is not None:
             text, missing = _samples(data, spec, missing, task, split, samples, sample)

@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
 from efficient_ft.core.errors import SettingError, UserError
-from efficient_ft.record.collection import NUMBERS, Collection, Run, groups, varying
+from efficient_ft.core.text import spelled
+from efficient_ft.record.collection import (
+    NUMBERS,
+    Collection,
+    Run,
+    groups,
+    heading,
+    in_plain_numbers,
+    metric_of,
+    metrics_of,
+    varying,
+)
+from efficient_ft.record.results import final_accuracy
 from efficient_ft.record.rows import MetricsFile
 from efficient_ft.report.charts import Chart, Panel, Series
 from efficient_ft.report.record import Record, read
-from efficient_ft.report.runs import accuracy_of, method_names
-
-ACCURACY = "accuracy (%)"
+from efficient_ft.report.runs import method_names
 
 
 class Runs:
@@ -28,6 +39,30 @@ class Runs:
         self._names = {
             run.path: name for run, name in zip(found.runs, method_names(found.runs, "method."), strict=True)
         }
+
+    @cached_property
+    def metric(self) -> str:
+        """The name of the metric of all runs.
+
+        Raises:
+            UserError: If the runs have different metrics, which cannot share an axis.
+        """
+        metric, *others = metrics_of(self.found.runs)
+        if others:
+            found = [
+                f"{spelled(one)} ({', '.join(run.folder for run in self.found.runs if metric_of(run.results) == one)})"
+                for one in (metric, *others)
+            ]
+            raise UserError(
+                f"This figure requires runs with the same metric, got {', '.join(found)}. Pass the folders of runs with"
+                " one of these metrics."
+            )
+        return metric
+
+    @property
+    def axis(self) -> str:
+        """The label of an axis with the metric."""
+        return heading(self.metric)
 
     def by_setting(self, method: str, key: str) -> list[tuple[float, list[Run]]]:
         """Return the runs that use `method`, grouped by the value of the setting `key`, in ascending order.
@@ -94,6 +129,16 @@ def _number(column: str) -> Callable[[Run], float]:
     return lambda run: NUMBERS[column](run.results)
 
 
+def _in_units(value: float, run: Run) -> float:
+    """Convert a metric to the unit of its axis: percent, or no unit for R²."""
+    return value if in_plain_numbers(run.results) else 100 * value
+
+
+def _accuracy(run: Run) -> float:
+    """Return the final metric of a run in the unit of its axis."""
+    return round(_in_units(final_accuracy(run.results["accuracy"]), run), 4)
+
+
 _backward, _saved = _number("backward MFLOPs/sample"), _number("saved MiB/sample")
 _peak, _seconds = _number("peak MiB"), _number("seconds")
 
@@ -104,27 +149,27 @@ def accuracy_by_order(runs: Runs) -> Chart:
 
     A line connects the results of LBP-WHT with different orders.
     """
-    lines = [(_mean(group, _backward), _mean(group, accuracy_of)) for _, group in runs.by_setting("lbp_wht", "order")]
+    lines = [(_mean(group, _backward), _mean(group, _accuracy)) for _, group in runs.by_setting("lbp_wht", "order")]
     others = defaultdict(list)
     for run in runs.found.runs:
         if "lbp_wht" not in run.config.method:
             others[runs.name(run)].append(run)
     series = [Series("LBP-WHT", *zip(*lines, strict=True))]
-    series += [Series(name, [_mean(of, _backward)], [_mean(of, accuracy_of)]) for name, of in others.items()]
-    return Chart("Accuracy by order", [Panel("", "backward MFLOPs per image", ACCURACY, series)])
+    series += [Series(name, [_mean(of, _backward)], [_mean(of, _accuracy)]) for name, of in others.items()]
+    return Chart("Accuracy by order", [Panel("", "backward MFLOPs per image", runs.axis, series)])
 
 
 def marginal_accuracy(runs: Runs) -> Chart:
     """LBP-WHT, Figure 4: accuracy gain per GFLOP of the backward pass, which is the slope of Figure 3."""
     points = [
-        (order, _mean(group, _backward), _mean(group, accuracy_of))
+        (order, _mean(group, _backward), _mean(group, _accuracy))
         for order, group in runs.by_setting("lbp_wht", "order")
     ]
     slopes = [(b[0], (b[2] - a[2]) / (b[1] - a[1]) * 1e3) for a, b in pairwise(points) if b[1] != a[1]]
     if not slopes:
         raise UserError("The backward FLOPs of the runs do not differ, so the slope is undefined.")
     series = Series("LBP-WHT", *zip(*slopes, strict=True))
-    return Chart("Marginal accuracy", [Panel("", "order", "points per backward GFLOP", [series])])
+    return Chart("Marginal accuracy", [Panel("", "order", f"{runs.axis} per backward GFLOP", [series])])
 
 
 # ---------------------------------------------------------------------------------------------- Back Razor
@@ -149,38 +194,71 @@ def accuracy_by_sparsity(runs: Runs) -> Chart:
 
     return Chart(
         "Accuracy and memory by sparsity",
-        [Panel("accuracy", "sparsity", ACCURACY, series(accuracy_of)),
+        [Panel(spelled(runs.metric), "sparsity", runs.axis, series(_accuracy)),
          Panel("memory", "sparsity", "saved MiB per image", series(_saved))],
     )  # fmt: skip
 
 
 def loss_curves(runs: Runs) -> Chart:
     """Back Razor, Figure 4: training loss of each run."""
-    return Chart("Training loss", [Panel("", "step", "loss", _curves(runs, "step", "train_loss"))])
+    series, notes = _curves(runs, "step", lambda run: "train_loss")
+    return Chart("Training loss", [Panel("", "step", "loss", series)], notes=notes)
 
 
-def _curves(runs: Runs, x: str, y: str, scale: float = 1.0, times: float = 1.0) -> list[Series]:
-    """Return the training curve of each run. Raise a `UserError` if no run recorded both `x` and `y`."""
-    found = []
+def _curves(
+    runs: Runs,
+    x: str,
+    y: Callable[[Run], str],
+    scale: float = 1.0,
+    in_units: Callable[[float, Run], float] | None = None,
+) -> tuple[list[Series], list[str]]:
+    """Return the training curve of each run, and notes that name the runs without a curve.
+
+    Args:
+        runs: the runs.
+        x: key of the x values in metrics.jsonl. The values are divided by `scale`.
+        y: function that returns the key of the y values of a run.
+        scale: divisor of the x values.
+        in_units: function that converts a y value of a run.
+
+    Raises:
+        UserError: If no run recorded both values.
+    """
+    found, missing = list[Series](), list[Run]()
     for run in runs.found.runs:
+        key = y(run)
         points = [
-            (row[x] / scale, row[y] * times)
+            (row[x] / scale, row[key] if in_units is None else in_units(row[key], run))
             for row in MetricsFile(run.path).read()
-            if row.get(y) is not None and x in row
+            if row.get(key) is not None and x in row
         ]
         if points:
             found.append(Series(runs.name(run), *zip(*points, strict=True)))
+        else:
+            missing.append(run)
+    if not missing:
+        return found, []
+    keys = " or ".join(sorted(set(map(y, missing))))
     if not found:
-        raise UserError(f"No run recorded both {y} and {x}.")
-    return found
+        raise UserError(f"No run recorded both {x} and {keys}.")
+    names = ", ".join(run.folder for run in missing)
+    return found, [f"These runs have no curve, because they did not record both {x} and {keys}: {names}."]
 
 
 def _points(runs: Runs, of: Callable[[Run], float]) -> list[Series]:
-    return [Series(name, [_mean(own, of)], [_mean(own, accuracy_of)]) for name, own in runs.by_name().items()]
+    return [Series(name, [_mean(own, of)], [_mean(own, _accuracy)]) for name, own in runs.by_name().items()]
 
 
-def _split(runs: Runs) -> str:
-    return f"{runs.found.runs[0].results['accuracy']['split']}_accuracy"
+def _metric_curves(runs: Runs, x: str, scale: float = 1.0) -> tuple[list[Series], list[str]]:
+    """Return the curve of the metric of each run on the split on which its best epoch was selected, and notes."""
+    metric, of_split = runs.metric, defaultdict(list)
+    for run in runs.found.runs:
+        of_split[run.results["accuracy"]["split"]].append(run.folder)
+    series, notes = _curves(runs, x, lambda run: f"{run.results['accuracy']['split']}_{metric}", scale, _in_units)
+    if len(of_split) > 1:
+        splits = ", ".join(f"{split} ({', '.join(folders)})" for split, folders in of_split.items())
+        notes.append(f"The curves show the {spelled(metric)} on different splits: {splits}.")
+    return series, notes
 
 
 # ---------------------------------------------------------------------------------------------- ALaST
@@ -193,13 +271,16 @@ def relative_to_full(runs: Runs) -> Chart:
         "FLOPs": lambda run: run.results["totals"]["flops"],
         "memory": _peak,
         "time": _seconds,
-        "accuracy": accuracy_of,
+        spelled(runs.metric): _accuracy,
     }
     others = {name: own for name, own in runs.by_name().items() if any(run not in full for run in own)}
     if not others:
         raise UserError("This figure requires runs of other methods in addition to full fine-tuning.")
-    if _mean(full, accuracy_of) == 0:
-        raise UserError(f"{full[0].folder}: full fine-tuning has an accuracy of 0, so relative values are undefined.")
+    if (value := _mean(full, _accuracy)) <= 0:
+        raise UserError(
+            f"{full[0].folder}: the {spelled(runs.metric)} of full fine-tuning is {value:g}, so relative values are"
+            " undefined."
+        )
     series = [
         Series(name, list(numbers), [_mean(own, of) / _mean(full, of) for of in numbers.values()])
         for name, own in others.items()
@@ -209,20 +290,21 @@ def relative_to_full(runs: Runs) -> Chart:
 
 def accuracy_during_training(runs: Runs) -> Chart:
     """ALaST, Figure 6: accuracy during training against FLOPs and time, and accuracy against the peak memory."""
-    split = _split(runs)
+    (flops, notes), (time, _) = _metric_curves(runs, "flops", 1e12), _metric_curves(runs, "seconds")
     return Chart(
         "Accuracy during training",
-        [Panel("FLOPs", "TFLOPs so far", ACCURACY, _curves(runs, "flops", split, 1e12, 100)),
-         Panel("memory", "peak MiB", ACCURACY, _points(runs, _peak), "points"),
-         Panel("time", "seconds so far", ACCURACY, _curves(runs, "seconds", split, 1, 100))],
+        [Panel("FLOPs", "TFLOPs so far", runs.axis, flops),
+         Panel("memory", "peak MiB", runs.axis, _points(runs, _peak), "points"),
+         Panel("time", "seconds so far", runs.axis, time)],
+        notes=notes,
     )  # fmt: skip
 
 
 def accuracy_by_layers(runs: Runs) -> Chart:
     """ALaST, Figure 8: accuracy against FLOPs for different numbers of layers that are trained in a step."""
     runs.by_setting("alast", "num_layers")
-    series = _curves(runs, "flops", _split(runs), 1e12, 100)
-    return Chart("Accuracy over FLOPs", [Panel("", "TFLOPs so far", ACCURACY, series)])
+    series, notes = _metric_curves(runs, "flops", 1e12)
+    return Chart("Accuracy over FLOPs", [Panel("", "TFLOPs so far", runs.axis, series)], notes=notes)
 
 
 def layer_frequency(runs: Runs) -> Chart:
@@ -262,8 +344,8 @@ def _left_out(panels: Sequence[Panel], drawn: int) -> list[str]:
 # ---------------------------------------------------------------------------------------------- BSR
 def accuracy_time_memory(runs: Runs) -> Chart:
     """BSR, Figure 1: accuracy against training time and against peak memory, with one point for each method."""
-    time = Panel("time", "seconds of training", ACCURACY, _points(runs, _seconds), "points")
-    memory = Panel("memory", "peak MiB", ACCURACY, _points(runs, _peak), "points")
+    time = Panel("time", "seconds of training", runs.axis, _points(runs, _seconds), "points")
+    memory = Panel("memory", "peak MiB", runs.axis, _points(runs, _peak), "points")
     return Chart("Accuracy, time and memory", [time, memory])
 
 
@@ -281,7 +363,7 @@ def accuracy_and_memory(runs: Runs) -> Chart:
             series.append(Series(method, [m for m in models if own[m]], [_mean(own[m], of) for m in models if own[m]]))
         return series
 
-    accuracy = Panel("accuracy", "", ACCURACY, bars(accuracy_of), "bars")
+    accuracy = Panel(spelled(runs.metric), "", runs.axis, bars(_accuracy), "bars")
     return Chart("Accuracy and memory", [accuracy, Panel("memory", "", "peak MiB", bars(_peak), "bars")])
 
 

@@ -21,7 +21,7 @@ from efficient_ft.core.errors import UserError
 from efficient_ft.record import environment as module
 from efficient_ft.record.config_file import read_config, write_config
 from efficient_ft.record.environment import environment
-from efficient_ft.record.formats import FORMAT, OtherVersionError
+from efficient_ft.record.formats import FORMAT, USE_ITS_VERSION, OtherVersionError
 from efficient_ft.record.results import are_correct, correct_samples, flatten, read_results, write_results
 from tests.record.some import some_results
 from tests.training.runs import plain_config
@@ -72,6 +72,75 @@ def test_damaged_results_are_refused(tmp_path: Path, text: str | None, said: str
         (tmp_path / "results.json").write_text(text)
     with pytest.raises(UserError) as caught:
         read_results(tmp_path, "DO")
+    assert said in str(caught.value)
+
+
+def results_of_classes() -> Any:
+    """Return results of a classifier of three classes and of a multi-label classifier of two labels."""
+    results = some_results()
+    calibration = {"samples": [0, 6], "accuracy": [0.0, 0.5], "confidence": [0.0, 0.75]}
+    classes = {"support": [3, 2, 1], "predicted": [2, 3, 1], "correct": [1, 1, 1], "confusions": "0>1:2 1>0:1",
+               "calibration": calibration}  # fmt: skip
+    labels = {"support": [3, 0], "predicted": [2, 1], "correct": [2, 0], "average_precision": [0.5, None]}
+    data = {"splits": {"val": 6}, "skipped": 0, "accuracy": {"val": 0.5}}
+    results["data"]["summary"] = {"a": {"class_names": ["x", "y", "z"]}, "b": {"class_names": ["x", "y"]}}
+    results["data"]["tasks"] = {
+        "a": {**data, "scores": {"val": {"accuracy": 0.5, "calibration_error": 0.25}}, "classes": {"val": classes}},
+        "b": {**data, "scores": {"val": {"mean_average_precision": 0.5}}, "labels": {"val": labels}},
+    }
+    return results
+
+
+@pytest.mark.parametrize(
+    ("task", "change", "said"),
+    [
+        ("a", {"support": [3, 2]}, "support has 2 values, but class_names has 3"),
+        ("a", {"correct": [1, 1, 1, 1]}, "correct has 4 values, but class_names has 3"),
+        ("a", {"support": [0, 0, 0], "correct": [0, 0, 0], "confusions": ""}, "the support of all classes is 0"),
+        ("a", {"support": [3, 0, 1]}, "correct is negative, or exceeds support or predicted"),
+        ("a", {"correct": [-1, 1, 1]}, "correct is negative, or exceeds support or predicted"),
+        ("a", {"confusions": "x"}, "confusions is not a list of entries such as 3>7:2"),
+        ("a", {"confusions": "0>1:-2"}, "confusions is not a list of entries such as 3>7:2"),
+        ("a", {"confusions": "0>1:1 1>0:1"}, "the sums of correct and confusions differ from support"),
+        ("a", {"confusions": "0>7:2 1>0:1"}, "the sums of correct and confusions differ from predicted"),
+        ("a", {"confusions": "7>1:2 1>0:1"}, "the sums of correct and confusions differ from support"),
+        ("a", {"calibration": {"samples": [6], "accuracy": [], "confidence": [1.0]}}, "the lists in calibration"),
+        ("b", {"average_precision": [0.5]}, "average_precision has 1 values, but class_names has 2"),
+        ("b", {"support": [1, 0]}, "correct is negative, or exceeds support or predicted"),
+    ],
+)
+def test_results_of_classes_that_contradict_each_other_are_rejected(
+    tmp_path: Path, task: str, change: dict[str, Any], said: str
+) -> None:
+    results = results_of_classes()
+    write_results(tmp_path, results)
+    assert read_results(tmp_path) == results
+    kind = "classes" if task == "a" else "labels"
+    results["data"]["tasks"][task][kind]["val"].update(change)
+    write_results(tmp_path, results)
+    with pytest.raises(UserError) as caught:
+        read_results(tmp_path, USE_ITS_VERSION)
+    assert f"results.json is damaged: the entry data.tasks.{task}.{kind}.val is invalid: {said}" in str(caught.value)
+    assert str(caught.value).endswith(". Repeat the run.")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.pop("summary"), "data.tasks.a.classes requires the class names in data.summary"),
+        (lambda d: d.update(summary={"a": 1}), "data.tasks.a.classes requires the class names in data.summary"),
+        (lambda d: d["summary"]["b"].update(class_names=[1, 2]), "data.tasks.b.labels requires the class names"),
+        (lambda d: d["tasks"]["a"].pop("scores"), "requires the metrics in data.tasks.a.scores.val"),
+        (lambda d: d["tasks"]["b"]["scores"].update(val={"f1_macro": "x"}), "requires the metrics in data.tasks.b"),
+        (lambda d: d["tasks"]["a"]["scores"]["val"].pop("calibration_error"), "scores.val has no calibration_error"),
+    ],
+)
+def test_results_of_classes_require_names_and_metrics(tmp_path: Path, change: Any, said: str) -> None:
+    results = results_of_classes()
+    change(results["data"])
+    write_results(tmp_path, results)
+    with pytest.raises(UserError, match=r"results\.json is damaged: ") as caught:
+        read_results(tmp_path)
     assert said in str(caught.value)
 
 

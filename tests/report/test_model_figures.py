@@ -16,7 +16,7 @@ from efficient_ft.cli.commands import run_command
 from efficient_ft.config import Config, check
 from efficient_ft.core.errors import UserError
 from efficient_ft.papers.published import figures
-from efficient_ft.report import paper_figures
+from efficient_ft.report import model_figures, paper_figures
 from efficient_ft.report.model_figures import FIGURES, _model_and_batch, model_figure
 from tests.conftest import unwrapped
 from tests.training.runs import plain_config
@@ -70,6 +70,67 @@ def test_class_attention_is_the_softmax_of_its_block(images: Path) -> None:
         model(batch[:1])
     timm.layers.set_fused_attn(True)
     np.testing.assert_allclose(chart.panels[1].series[0].y, seen[0][0, :, 0, 1:].mean(0).numpy(), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs"),
+    [
+        ("vit_small_patch16_dinov3", {"embed_dim": 48}),  # rotary embeddings and register tokens
+        ("eva02_tiny_patch14_224", {"patch_size": 16, "embed_dim": 48}),  # rotary embeddings and separate biases
+        ("beit_base_patch16_224", {"embed_dim": 48}),  # a bias of relative positions
+    ],
+)
+def test_class_attention_contains_biases_and_rotary_embeddings(
+    images: Path, monkeypatch: pytest.MonkeyPatch, name: str, kwargs: dict[str, Any]
+) -> None:
+    of = config(images, name=name, kwargs={"depth": 4, "num_heads": 3, **kwargs})
+    model, batch, labels = _model_and_batch(of)
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # Small random weights would result in nearly uniform attention.
+        torch.nn.init.normal_(parameter, std=0.3)
+    monkeypatch.setattr(model_figures, "_model_and_batch", lambda _: (model, batch, labels))
+    expected: list[torch.Tensor] = []
+    softmax = torch.Tensor.softmax
+
+    def recorded(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        expected.append(softmax(x, *args, **kwargs))
+        return expected[-1]
+
+    def modules() -> list[tuple[bool, int]]:
+        return [(block.attn.fused_attn, len(block.attn.attn_drop._forward_pre_hooks)) for block in model.blocks]
+
+    before = modules()
+    chart = model_figure("alast/figure_4", of)
+    assert modules() == before == [(True, 0)] * 4
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    monkeypatch.setattr(torch.Tensor, "softmax", recorded)
+    with torch.no_grad():
+        model(batch[:1])
+    assert [panel.title for panel in chart.panels] == ["block 2", "block 4"]
+    for panel, probabilities in zip(chart.panels, (expected[1], expected[3]), strict=True):
+        of_patches = probabilities[0, :, 0, -16:].mean(0)
+        assert of_patches.std() > 0.01, "not uniform"
+        np.testing.assert_allclose(panel.series[0].y, of_patches.numpy(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "said"),
+    [
+        ("cait_xxs24_224", {"embed_dim": 48, "num_heads": 3}, "has no class token with a grid of patches"),
+        ("vit_base_patch16_siglip_224", {"embed_dim": 48, "num_heads": 3}, "has no class token with a grid of patches"),
+        (
+            "vit_small_patch16_18x2_224",
+            {"embed_dim": 48, "num_heads": 3},
+            r"blocks\.1 of the model .* has no attention module",
+        ),
+    ],
+)
+def test_attention_without_probabilities_of_the_class_token_is_rejected(
+    images: Path, name: str, kwargs: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        model_figure("alast/figure_4", config(images, name=name, kwargs={"depth": 2, **kwargs}))
 
 
 def test_the_spectrum_adds_up_and_is_that_of_the_gradient(images: Path) -> None:

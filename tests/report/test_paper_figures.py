@@ -113,6 +113,49 @@ def test_curves_over_flops_and_layers(runs: Path) -> None:
     assert len(drawn_from("alast/figure_7", runs).panels) == 2
 
 
+def with_metric(folder: Path, metric: str | None, split: str = "val") -> None:
+    """Change the metric and the split of a run in its results and in its curves."""
+    results = json.loads((folder / "results.json").read_text())
+    results["accuracy"].update({"split": split} if metric is None else {"metric": metric, "split": split})
+    (folder / "results.json").write_text(json.dumps(results))
+    rows = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(rows.replace("val_accuracy", f"{split}_{metric or 'accuracy'}"))
+
+
+@pytest.mark.parametrize("name", ["lbp_wht/figure_3", "lbp_wht/figure_4", "back_razor/figure_3", "alast/figure_5",
+                                  "alast/figure_6", "alast/figure_8", "bsr/figure_1", "bsr/figure_5"])  # fmt: skip
+def test_runs_with_different_metrics_do_not_share_an_axis(runs: Path, name: str) -> None:
+    with_metric(runs / "lbp20", "r2")
+    with pytest.raises(UserError, match=r"requires runs with the same metric, got accuracy \(.*full.*\), R² \(lbp20\)"):
+        drawn_from(name, runs)
+    assert "full" in series(runs, "back_razor/figure_4"), "The loss has its own axis."
+
+
+@pytest.mark.parametrize(("metric", "axis", "factor"), [("r2", "R²", 0.01), ("mean_average_precision", "mAP %", 1)])
+def test_the_axis_has_the_metric_of_the_runs(runs: Path, metric: str, axis: str, factor: float) -> None:
+    for folder in runs.iterdir():
+        with_metric(folder, metric)
+    for name in ("lbp_wht/figure_3", "back_razor/figure_3", "alast/figure_6", "bsr/figure_1", "bsr/figure_5"):
+        assert drawn_from(name, runs).panels[0].y == axis
+    assert series(runs, "alast/figure_6")["full"] == ([4, 8], pytest.approx([45 * factor, 90 * factor]))
+    assert series(runs, "bsr/figure_1")["full"] == ([40], pytest.approx([90 * factor]))
+    assert series(runs, "alast/figure_5")["lbp_wht order=4"][0][-1] == axis.removesuffix(" %")
+
+
+def test_a_curve_shows_the_split_of_its_run_and_missing_curves_are_named(runs: Path) -> None:
+    with_metric(runs / "alast1", None, "test")
+    (runs / "lbp20/metrics.jsonl").unlink()
+    chart = drawn_from("alast/figure_8", runs)
+    found = {one.name: list(one.y) for one in chart.panels[0].series}
+    assert found["alast num_layers=1"] == pytest.approx([35, 70])
+    missing, splits = chart.notes
+    assert missing == "These runs have no curve, because they did not record both flops and val_accuracy: lbp20."
+    assert splits.startswith("The curves show the accuracy on different splits: test (alast1), val (alast2, full")
+    assert list(drawn_from("alast/figure_6", runs).notes) == [missing, splits]
+    (note,) = drawn_from("back_razor/figure_4", runs).notes
+    assert note == "These runs have no curve, because they did not record both step and train_loss: lbp20."
+
+
 def test_points_and_bars_of_methods(runs: Path) -> None:
     assert series(runs, "bsr/figure_1")["full"] == ([40], [90])
     assert series(runs, "bsr/figure_5")["full"] == (["vit_digits"], [90])

@@ -20,7 +20,7 @@ from efficient_ft.core.format import format_percent
 from efficient_ft.record import predictions
 from efficient_ft.record.class_results import class_results
 from efficient_ft.record.predictions import SHOWN, read_predictions, selections, write_predictions
-from efficient_ft.record.results import read_results
+from efficient_ft.record.results import read_results, write_results
 from efficient_ft.report.page import PAGE, write_report
 from efficient_ft.report.summary import bootstrap_interval, wilson_interval
 from efficient_ft.report.svg import Line, line_chart, matrix
@@ -245,6 +245,10 @@ def test_numbers(root: Path, tmp_path: Path) -> None:
     assert text.count("<img") == 20, "the 24 largest errors"
     assert "Largest errors" in text
     assert 'class="filter"' not in text
+    results["data"]["summary"][""]["class_names"].append("weight")
+    write_results(folder, results)
+    with pytest.raises(UserError, match=r"predictions\.npz is damaged: it does not match the results"):
+        report(folder, tmp_path / "out")
 
 
 @pytest.mark.slow
