@@ -272,6 +272,15 @@ def test_ctrl_c_ends_parallel_jobs_even_if_the_signal_does_not_reach_them(
     assert not processes._running
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system cannot restrict a process to some CPUs")
+def test_slots_divide_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4, 8, 9})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with processes.Slots(2).taken() as environment:
+        assert environment["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_job_that_ends_in_time_is_not_stopped() -> None:
     assert processes.run([sys.executable, "-c", ""], timeout=60.0).failure is None
 

@@ -179,7 +179,7 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        threads = str(max(1, (os.cpu_count() or 1) // count))
+        threads = str(max(1, _usable_cpus() // count))
         gpus = _gpus()
         self._stopped = False
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
@@ -213,6 +213,11 @@ class Slots:
         finally:
             for process in list(_running):
                 process.terminate()
+
+
+def _usable_cpus() -> int:
+    """Return the number of CPUs that this process may use. Schedulers and containers may restrict a process to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:
