@@ -261,8 +261,7 @@ class Sweep:
         given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # References are not resolved.
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
-            folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
-            kept.append(f"hydra.run.dir='{folder}'")
+            kept.append(f"hydra.run.dir={text.hydra_quoted(job.folder.as_posix())}")
         source = {s.provider: s.path for s in self.config.hydra.runtime.config_sources}
         name = self.config.hydra.job.config_name
         return command(source["main"], name, source.get("command-line"), [*job.arguments, *kept])
