@@ -108,13 +108,14 @@ def image_folders(config: Config) -> list[str]:
 def run_folder(config: Config, methods: Sequence[str] | None = None) -> str:
     """Return the relative path ``outputs/DATA/MODEL/METHOD+METHOD/FINGERPRINT`` of a run's folder.
 
-    The path has forward slashes, and depends only on the configuration. With several tasks, DATA consists of the names
+    The path has forward slashes, and depends only on the configuration. If ``data.root`` is a path such as ``..``, DATA
+    also depends on the working directory. With several tasks, DATA consists of the names
     of the tasks, joined with ``+``. If `methods` is given, these names are used instead of the names of the configured
     methods.
     """
     data: str = config.data.name
     if data in OWN_FOLDERS:
-        data = os.path.basename(os.path.normpath(config.data.root)) or data
+        data = os.path.basename(os.path.abspath(config.data.root)) or data
     if config.tasks:
         data = "+".join(config.tasks)
     names = sorted(config.method if methods is None else methods)

@@ -25,6 +25,15 @@ def plain_line(text: str) -> str:
     return plain_text(text).replace("\n", "\\x0a").replace("\t", "\\x09")
 
 
+def hydra_quoted(text: str) -> str:
+    """Quote `text` as a value in an override of Hydra.
+
+    Hydra removes backslashes only before a quote. All other backslashes are part of the value.
+    """
+    escaped = re.sub(r"(\\*)('|\Z)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), text)
+    return f"'{escaped}'"
+
+
 #: Regular expressions for the first character of a cell that spreadsheets evaluate as a formula, and for numbers.
 #: Numbers are not formulas even if they begin with one of these characters.
 _FORMULA = re.compile("[=+\\-@\t\r\n\uff1d\uff0b\uff0d\uff20]")

@@ -74,17 +74,22 @@ def _joules(file: Path) -> float:
 
 
 def _gpu_counter(index: int) -> Callable[[], float] | None:
-    """Return the energy counter of a GPU, or None if it is unavailable (no pynvml, or a GPU before Volta)."""
+    """Return the energy counter of a CUDA device, or None if it is unavailable (no pynvml, or a GPU before Volta)."""
     try:
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
-        handle: Any = pynvml.nvmlDeviceGetHandleByIndex(index)
+        # NVML ignores CUDA_VISIBLE_DEVICES, so its indices differ from those of CUDA.
+        uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+        handle: Any = pynvml.nvmlDeviceGetHandleByUUID(uuid)
         pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
     except Exception:  # different exceptions are raised if pynvml, the driver or the counter is missing
         return None
 
     def joules() -> float:
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        with contextlib.suppress(pynvml.NVMLError):
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        return math.nan
 
     return joules

@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 
 from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.format import format_metric, format_seconds
+from efficient_ft.core.text import hydra_quoted
 from efficient_ft.record.files import LOCK
 from efficient_ft.search.earlier import PROPOSALS, remove_proposals, stop_earlier
 from efficient_ft.search.halving import networks_first, overhead, ranked, rate, rungs
@@ -335,8 +336,7 @@ class Search:
         self._begin(arm)
         began = self.clock()
         folder = self.folder / arm.folder
-        quoted = str(folder).replace("\\", "\\\\").replace("'", "\\'")
-        ended = self.run_slice([*arm.arguments, *more, f"hydra.run.dir='{quoted}'"], self._log(arm))
+        ended = self.run_slice([*arm.arguments, *more, f"hydra.run.dir={hydra_quoted(str(folder))}"], self._log(arm))
         taken = self.clock() - began
         if ended.results is not None:
             self._interrupted.pop(arm.name, None)

@@ -230,6 +230,57 @@ def test_ctrl_c_ends_a_job_even_if_the_signal_does_not_reach_it(
     assert not processes._running
 
 
+@pytest.mark.parametrize("kind", ["terminal", "process", "twice"])
+def test_ctrl_c_ends_parallel_jobs_even_if_the_signal_does_not_reach_them(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "process", only the sweep receives the signal. With "twice", the sweep receives the signal again."""
+    monkeypatch.setattr(processes, "ASKED", 0.2 if kind == "process" else 60.0)
+    slots = processes.Slots(2)
+    monkeypatch.setattr(processes, "Slots", lambda count: slots)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes may ignore SIGINT
+    [config] = composed("cost_only=true")
+    began, received = ([tmp_path / f"{name}{number}" for number in range(2)] for name in ("began", "received"))
+
+    def press() -> None:
+        while not all(file.exists() for file in began):
+            time.sleep(0.01)
+        sweep = threading.main_thread().ident
+        signal.pthread_kill(sweep, signal.SIGINT)
+        while not slots._stopped:
+            time.sleep(0.01)
+        if kind == "terminal":
+            for child in list(processes._running):
+                child.send_signal(signal.SIGINT)
+        if kind == "twice":
+            signal.pthread_kill(sweep, signal.SIGINT)
+
+    thread = threading.Thread(target=press)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            jobs.run_jobs(
+                [jobs.Job((), str(number), tmp_path, config) for number in range(2)],
+                lambda job: [sys.executable, "-c", _WAITS, str(received[int(job.title)]), str(began[int(job.title)])],
+                parallel=2,
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
+    thread.join()
+    expected = "SIGINT" if kind == "terminal" else "SIGTERM"
+    assert [file.read_text() for file in received] == [expected, expected]
+    assert not processes._running
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system cannot restrict a process to some CPUs")
+def test_slots_divide_the_cpus_that_the_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3, 4, 8, 9})
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with processes.Slots(2).taken() as environment:
+        assert environment["OMP_NUM_THREADS"] == "2"
+
+
 def test_a_job_that_ends_in_time_is_not_stopped() -> None:
     assert processes.run([sys.executable, "-c", ""], timeout=60.0).failure is None
 

@@ -31,6 +31,11 @@ def one_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         (["memory=4GB", "deit_small"], r"^deit_small: settings must have the form KEY=VALUE"),
         (["memory=4GB", "model=no_such"], r"no_such"),
         (["memory=4GB", "--planning-time", "5x"], r"^--planning-time must be a number with one of .* got 5x\."),
+        (
+            ["memory=4GB", "--figure", "."],
+            r"^--figure must be the path of a file, got \.\. Example: --figure plan",
+        ),
+        (["memory=4GB", "--figure", "a/.."], r"^--figure must be the path of a file, got a/\.\.\."),
         (["memory=1MB"], r"^memory must be at least .*GiB, got 977 KiB\. Before the first step, the interpreter"),
     ],
 )
@@ -53,6 +58,13 @@ def test_the_plan_is_printed_written_and_recorded(capsys: pytest.CaptureFixture[
     assert "exact" in Path("plan.csv").read_text()
     with pytest.raises(UserError, match="None of the planned runs has finished"):
         command.main(["--calibration", "outputs"])
+
+
+@pytest.mark.parametrize(
+    ("given", "stem"), [("plan", "plan"), ("plan.png", "plan"), ("a/plan.CSV", "a/plan"), ("plan.v2", "plan.v2")]
+)
+def test_only_the_extensions_of_the_figure_are_removed(given: str, stem: str) -> None:
+    assert command._figure_path(Path(given)) == Path(stem)
 
 
 def test_the_exit_status_says_that_nothing_fits(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from efficient_ft.cli.hydra.verbs import VERBS, as_settings
 from efficient_ft.core.errors import UserError
@@ -29,6 +30,12 @@ from tests.cli.program import call
 )
 def test_a_command_becomes_settings(words: str, expected: str) -> None:
     assert as_settings(words.split()) == expected.split()
+
+
+@pytest.mark.parametrize("folder", [r"q/a\b", "q/a\\", r"q/it\'s"])
+def test_a_backslash_in_the_name_of_a_run_is_kept(folder: str) -> None:
+    (setting,) = as_settings(["evaluate", folder])
+    assert OverridesParser.create().parse_override(setting).value() == folder
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,6 +106,17 @@ def test_a_folder_of_images_is_told_apart_by_its_place() -> None:
     runs = [check(with_settings(data__name="folder", data__root=root)) for root in ("a/pets", "a/./pets/", "b/pets")]
     assert fingerprint(runs[0]) == fingerprint(runs[1]) != fingerprint(runs[2])
     assert run_folder(runs[0]).startswith("outputs/pets/resnet18/full/")
+
+
+@pytest.mark.parametrize(("root", "name"), [(".", "photos"), ("..", "my"), ("../..", "folder"), ("/", "folder")])
+def test_a_relative_path_without_a_name_does_not_move_the_run_folder(
+    root: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "folder" / "my" / "photos"
+    place.mkdir(parents=True)
+    monkeypatch.chdir(place)
+    run = check(with_settings(data__name="folder", data__root=root))
+    assert run_folder(run).startswith(f"outputs/{name}/resnet18/full/")
 
 
 def test_the_size_of_a_limited_number_of_evaluation_batches_is_part_of_the_run() -> None:

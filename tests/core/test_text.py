@@ -7,6 +7,7 @@ import io
 import json
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from efficient_ft.core import text
 from efficient_ft.core.errors import SettingError
@@ -146,3 +147,9 @@ def test_a_name_adds_no_cell_link_or_tag_to_markdown() -> None:
 def test_a_name_is_no_command_of_latex() -> None:
     shown = render(["run"], [[r"\input{/etc/passwd}^~"]], "latex")
     assert r"\textbackslash{}input\{/etc/passwd\}\textasciicircum{}\textasciitilde{}" in shown
+
+
+@pytest.mark.parametrize("folder", ["", "a,b=c d", r"a\b", r"a\\b", "a\\", "a\\\\", "it's", r"a\'b", "\\\\''\\"])
+def test_hydra_reads_a_quoted_value_unchanged(folder: str) -> None:
+    override = OverridesParser.create().parse_override(f"evaluate={text.hydra_quoted(folder)}")
+    assert override.value() == folder

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +118,39 @@ def test_energy_of_processor_packages(tmp_path: Path, monkeypatch: pytest.Monkey
     assert meter.joules == pytest.approx(6.0)
     (tmp_path / "intel-rapl:1" / "energy_uj").write_text("7000000")
     assert meter.joules == pytest.approx(6.0), "not all that the counter has ever counted"
+
+
+def test_energy_of_the_gpu_that_cuda_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """With ``CUDA_VISIBLE_DEVICES=1``, the CUDA device 0 is the GPU 1 of NVML."""
+    used = {"GPU-a": 5_000, "GPU-b": 100_000}  # mJ
+    readable = True
+
+    class NVMLError(Exception):
+        pass
+
+    def consumption(handle: str) -> int:
+        if not readable:
+            raise NVMLError
+        return used[handle]
+
+    nvml = types.SimpleNamespace(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByIndex=lambda index: list(used)[index],
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        nvmlDeviceGetTotalEnergyConsumption=consumption,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid="ba"[index]))
+    monkeypatch.setattr(energy, "POWERCAP", tmp_path)
+    meter = energy.EnergyMeter(gpu=0)
+    assert meter.source == "GPU"
+    meter.start()
+    used.update({"GPU-a": 9_000, "GPU-b": 103_000})
+    assert meter.joules == pytest.approx(3.0)
+    readable = False  # the counter is temporarily unreadable
+    assert meter.joules == pytest.approx(3.0)
+    readable = True
+    assert meter.joules == pytest.approx(3.0), "not all that the counter has ever counted"
+    used["GPU-b"] += 2_000
+    assert meter.joules == pytest.approx(5.0)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from efficient_ft.bench.recipes import BOTH
+from efficient_ft.cli.device import require_device
 from efficient_ft.cli.exits import report_outcome
 from efficient_ft.cli.hydra import processes
 from efficient_ft.cli.hydra.conf import CONF
@@ -202,7 +203,7 @@ def _set_up(options: argparse.Namespace) -> str:
         if options.threads > most:  # torch ends the process if it cannot start all threads.
             raise SettingError("--threads", options.threads, f"an integer from 1 to {most} on this machine")
         torch.set_num_threads(options.threads)
-    _require_device(options.device)
+    require_device(options.device)
     return allocator
 
 
@@ -235,20 +236,6 @@ def _command(arguments: Sequence[str], file: Path | None) -> str:
         name = file.relative_to(here) if file.is_relative_to(here) else Path(file.name)
         words = [word.replace(str(file), str(name)) for word in words]
     return shlex.join(words)
-
-
-def _require_device(name: str) -> None:
-    import torch
-
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise SettingError("--device", name, "cpu, cuda or cuda:N") from None
-    accelerator = torch.accelerator.current_accelerator()
-    if device.type not in ("cpu", "cuda") and (accelerator is None or device.type != accelerator.type):
-        raise SettingError("--device", name, "cpu, cuda or cuda:N")  # For example, the meta device stores no data.
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise SettingError("--device", name, "cpu on this machine", "There is no CUDA device.")
 
 
 def configure(model: str | None, overrides: Sequence[str]) -> Config:

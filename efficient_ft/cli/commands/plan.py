@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if split not in ("true", "false"):
         raise SettingError("split", own["split"], ("true", "false"))
     parse_seconds("--planning-time", options.planning_time)
+    figure = None if options.figure is None else _figure_path(options.figure)
     _set_allocator(settings)
     found = plan(
         *settings,
@@ -112,14 +113,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print("\n" + plan_text(found, every=options.all, columns=options.columns))
     if options.json is not None:
         write_text_atomically(options.json, json_text(found.as_dict(), indent=1) + "\n")
-    if options.figure is not None:
+    if figure is not None:
         from efficient_ft.report.charts import write_chart
         from efficient_ft.report.plan_figure import plan_chart
 
-        for file in write_chart(plan_chart(found), options.figure.with_suffix("")):
+        for file in write_chart(plan_chart(found), figure):
             print(plain_line(str(file)))
     if found.recommended is None:
         raise SystemExit(1)
+
+
+def _figure_path(path: Path) -> Path:
+    """Return `path` without the extension ``.png`` or ``.csv``. Raise a `SettingError` if `path` has no file name."""
+    if path.name in ("", ".."):
+        raise SettingError("--figure", path, "the path of a file", "Example: --figure plan.png.")
+    return path.with_suffix("") if path.suffix.lower() in (".png", ".csv") else path
 
 
 def _print_examined(one: Examined) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from efficient_ft.cli.device import require_device
 from efficient_ft.cli.terminal import Help, count, note, run_folders, status
 from efficient_ft.core.errors import UserError
 from efficient_ft.core.sheet import render
@@ -65,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from efficient_ft.training.publish import folder
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device)
     trained = folder.load(options.run, options.task, note)
     if trained.tasks and options.task is None:
         raise UserError(

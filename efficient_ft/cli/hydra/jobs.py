@@ -158,8 +158,8 @@ def _run_in_parallel(
             return process
 
     with ThreadPoolExecutor(parallel) as pool:
-        waiting = {pool.submit(start, title, job): (title, job) for title, job in todo}
         try:
+            waiting = {pool.submit(start, title, job): (title, job) for title, job in todo}
             for done in as_completed(waiting):
                 title, job = waiting[done]
                 with printing:
@@ -169,7 +169,7 @@ def _run_in_parallel(
                         show(f"{title}: finished" + (f", in {shown_path(job.folder)}" if job.trains else ""))
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
-            slots.stop(end=not isinstance(error, KeyboardInterrupt))
+            slots.stop(processes.ASKED if isinstance(error, KeyboardInterrupt) else 0.0)
             raise
 
 
@@ -261,8 +261,7 @@ class Sweep:
         given: Any = OmegaConf.to_container(self.config.hydra.overrides.hydra)  # References are not resolved.
         kept = [o for o in given if not o.lstrip("+~").startswith(_STEERING)]
         if job.trains:
-            folder = job.folder.as_posix().replace("\\", "\\\\").replace("'", "\\'")
-            kept.append(f"hydra.run.dir='{folder}'")
+            kept.append(f"hydra.run.dir={text.hydra_quoted(job.folder.as_posix())}")
         source = {s.provider: s.path for s in self.config.hydra.runtime.config_sources}
         name = self.config.hydra.job.config_name
         return command(source["main"], name, source.get("command-line"), [*job.arguments, *kept])

@@ -23,7 +23,8 @@ from efficient_ft.core.parsing import parse_json
 
 #: Time in seconds between SIGTERM and SIGKILL. A process can write a checkpoint during this time.
 GRACE = 60.0
-#: Time in seconds between Ctrl-C and SIGTERM. A process that shares the terminal ends after Ctrl-C without SIGTERM.
+#: Time in seconds between Ctrl-C and SIGTERM. A process that shares the terminal ends after Ctrl-C without SIGTERM. In
+#: a notebook, Ctrl-C may reach only the parent process.
 ASKED = 2.0
 
 #: Environment variables that set the number of threads of numeric libraries. If the user has set a variable, its value
@@ -88,8 +89,7 @@ def run(
                     late += f"; killed, because the process did not end within {format_seconds(GRACE)} after SIGTERM"
                 status = process.wait()
         except KeyboardInterrupt:
-            # In a terminal, Ctrl-C also reaches the child process, which is in the same process group. In a notebook,
-            # Ctrl-C may reach only this process. In both cases, the child process may finish writing.
+            # Ctrl-C may not have reached the child process (see `ASKED`). The child process may finish writing.
             try:
                 process.wait(ASKED)
             except subprocess.TimeoutExpired:
@@ -179,7 +179,7 @@ class Slots:
     """
 
     def __init__(self, count: int) -> None:
-        threads = str(max(1, (os.cpu_count() or 1) // count))
+        threads = str(max(1, _usable_cpus() // count))
         gpus = _gpus()
         self._stopped = False
         self._free: queue.SimpleQueue[dict[str, str]] = queue.SimpleQueue()
@@ -200,14 +200,24 @@ class Slots:
         finally:
             self._free.put(share)
 
-    def stop(self, end: bool) -> None:
-        """Do not start further jobs. If `end` is True, also terminate the running jobs.
+    def stop(self, seconds: float) -> None:
+        """Do not start further jobs, and terminate the jobs that still run after `seconds` seconds.
 
-        Pass ``end=False`` after Ctrl-C, which has already reached the jobs.
+        A second Ctrl-C during this time terminates the jobs immediately.
         """
-        self._stopped = True
-        for process in list(_running) if end else ():
-            process.terminate()
+        try:
+            self._stopped = True
+            deadline = time.monotonic() + seconds
+            while _running and time.monotonic() < deadline:
+                time.sleep(0.05)
+        finally:
+            for process in list(_running):
+                process.terminate()
+
+
+def _usable_cpus() -> int:
+    """Return the number of CPUs that this process may use. Schedulers and containers may restrict a process to some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _gpus() -> list[str]:

@@ -11,6 +11,7 @@ from hydra._internal.utils import get_args_parser
 
 from efficient_ft.cli.terminal import Help, run_folders
 from efficient_ft.core.errors import UserError
+from efficient_ft.core.text import hydra_quoted
 
 TRAIN, EVALUATE, COST = "train", "evaluate", "cost"
 #: Names and help texts of the commands. ``train --help`` prints the help text of the program.
@@ -64,7 +65,7 @@ def as_settings(arguments: Sequence[str]) -> list[str]:
         raise UserError("The run folder must come first. Use efficient-ft evaluate RUN KEY=VALUE ...")
     rest.remove(run)
     several = run.split(",") if parsed.multirun and not Path(run).exists() else [run]
-    return _with_setting(rest, f"evaluate={','.join(map(_quoted, several))}")
+    return _with_setting(rest, f"evaluate={','.join(map(hydra_quoted, several))}")
 
 
 def _with_setting(arguments: list[str], setting: str) -> list[str]:
@@ -72,7 +73,3 @@ def _with_setting(arguments: list[str], setting: str) -> list[str]:
     settings = get_args_parser().parse_known_args(arguments)[0].overrides
     place = arguments.index(settings[0]) if settings else 0
     return [*arguments[:place], setting, *arguments[place:]]
-
-
-def _quoted(text: str) -> str:
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
