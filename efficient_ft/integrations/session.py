@@ -32,13 +32,7 @@ from efficient_ft.methods.stack import check_optimizer
 from efficient_ft.methods.wrapped import check_module, refuse_wrapped
 from efficient_ft.models.frozen_batch_norm import FrozenStatistics, unfreeze_batch_norm
 from efficient_ft.models.trained import make_trainable, trainable
-from efficient_ft.models.view import (
-    Structure,
-    assumed_size_note,
-    check_arguments,
-    default_image_size,
-    image_channels,
-)
+from efficient_ft.models.view import Structure, assumed_size_note, check_arguments, default_image_size, image_channels
 
 if TYPE_CHECKING:
     from efficient_ft.cost.executed import Executed

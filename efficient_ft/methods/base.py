@@ -15,8 +15,7 @@ a custom training loop, `efficient_ft.MethodSession` calls `step_begin`, `total_
 methods. The package `efficient_ft.integrations` provides callbacks for Lightning and for the Hugging Face `Trainer`.
 
 Image classifiers map images (B, C, H, W) to logits (B, classes). Segmentation models return logits (B, classes, H, W).
-Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Image sizes are given in
-pixels.
+Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Sizes are in pixels.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Unpack
 
@@ -426,22 +426,19 @@ def apply_methods(
         the report of the selection method states the number of these parameters.
 
     Raises:
-        UserError: If two methods cannot be combined, or if a method does not support the model. In this case, the
-            methods that were applied before are removed. See also `Method.apply`.
+        UserError: If the methods cannot be applied. In this case, the model is unchanged. See also `Method.apply`.
         SettingError: If `methods` contains an object that is not a method. See also `Method.apply`.
     """
     ordered = in_order(methods)
     check_module(model)
     check_stack(ordered, model)
-    for number, method in enumerate(ordered):
-        before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
-        try:
+    with ExitStack() as undo:
+        for number, method in enumerate(ordered):
+            before = trained(model), {id(p): p.numel() for p in model.parameters() if p.requires_grad}
             method.apply(model, classifier, **structure)
-        except Exception:
-            for earlier in reversed(ordered[:number]):
-                earlier.remove(model)
-            raise
-        _update_reports(ordered[:number], method, model, *before)
+            undo.callback(method.remove, model)
+            _update_reports(ordered[:number], method, model, *before)
+        undo.pop_all()
     return [m.applied for m in ordered if m.applied is not None]
 
 
@@ -478,10 +475,8 @@ def plain_state_dict(
     merged = [method for method in reversed(in_order(methods)) if method.merges]
     share = not copy_weights and not any(method.changes_weights for method in merged)
     # Parameters that share memory must be new objects, because `_remove` sets `requires_grad` and frees gradients.
-    of_model = [*model.parameters(), *model.buffers()] if share else []
-    same_memory = {
-        id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in of_model
-    }
+    own = [*model.parameters(), *model.buffers()] if share else []
+    same_memory = {id(t): nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, nn.Parameter) else t for t in own}
     plain = copy.deepcopy(model, same_memory)
     for method in merged:
         if method.changes_weights:

@@ -162,7 +162,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 def test_what_a_step_spec_derives():
     spec = StepSpec(2, (4, 6), "bf16", in_chans=1)
     assert spec.dtype is torch.bfloat16
-    images, labels = spec.example(3)
+    images, labels = spec.example(torch.nn.Linear(2, 2), 3)
     assert isinstance(images, torch.Tensor)
     assert (images.shape, labels.tolist()) == ((3, 1, 4, 6), [0, 0, 0])
     assert StepSpec(2, (4, 6)).dtype is None

@@ -232,7 +232,7 @@ def test_the_backward_pass_of_a_feed_forward_network_holds_two_hidden_tensors(na
     with Meter([]) as meter:
         loss.backward()
     hidden = 16 * 65 * 32 * 24 * (4 if dtype is None else 2)
-    assert 2 * hidden < meter.peak < 2.6 * hidden
+    assert 2 * hidden < meter.peak < 2.8 * hidden
 
 
 def test_the_gradient_of_a_chain_cannot_be_differentiated():

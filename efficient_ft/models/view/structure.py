@@ -230,7 +230,8 @@ def _split_stages(
 def after(model: nn.Module, container: tuple[str, ...], stages: int = 0) -> tuple[str, ...]:
     """Return the names of the modules with parameters that follow the stages. Modules in the encoder come first.
 
-    A list with one module per stage (such as `pos_block` of Twins) runs inside the stages. Only its last module counts.
+    A list beside the stages with one module per stage (`pos_block` of Twins) runs inside the stages, so only its last
+    module follows them.
     """
     found: list[str] = []
     around = container[0].split(".")[:-1] if container else []
@@ -241,10 +242,11 @@ def after(model: nn.Module, container: tuple[str, ...], stages: int = 0) -> tupl
         within = {c.split(".")[depth] for c in container if not inside or c.startswith(f"{inside}.")}
         last = max((names.index(c) for c in within), default=len(names))
         rest = (n for n in names[last + 1 :] if _has_parameters(getattr(holder, n)))
-        found += [f"{inside}.{n}" if inside else n for n in rest]
-    modules = ((name, model.get_submodule(name)) for name in found)
-    lists = {name: len(module) for name, module in modules if isinstance(module, nn.ModuleList)}
-    return tuple(f"{name}.{stages - 1}" if lists.get(name) == stages > 1 else name for name in found)
+        for n in rest:
+            module = getattr(holder, n)
+            per_stage = depth == len(around) and isinstance(module, nn.ModuleList) and len(module) == stages > 1
+            found.append(".".join([*around[:depth], n, *([str(stages - 1)] if per_stage else [])]))
+    return tuple(found)
 
 
 def shared_blocks(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
