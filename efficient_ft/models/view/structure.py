@@ -230,7 +230,7 @@ def _split_stages(
 def after(model: nn.Module, container: tuple[str, ...], stages: int = 0) -> tuple[str, ...]:
     """Return the names of the modules with parameters that follow the stages. Modules in the encoder come first.
 
-    A list beside the stages with one module per stage (`pos_block` of Twins) runs inside the stages, so only its last
+    A list next to the stages with one module per stage (`pos_block` of Twins) runs inside the stages, so only its last
     module follows them.
     """
     found: list[str] = []
