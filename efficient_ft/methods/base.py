@@ -15,7 +15,7 @@ a custom training loop, `efficient_ft.MethodSession` calls `step_begin`, `total_
 methods. The package `efficient_ft.integrations` provides callbacks for Lightning and for the Hugging Face `Trainer`.
 
 Image classifiers map images (B, C, H, W) to logits (B, classes). Segmentation models return logits (B, classes, H, W).
-Text models map the tensors of a tokenizer, each of shape (B, tokens), to logits (B, classes). Sizes are in pixels.
+Text models map the tensors of a tokenizer, each (B, tokens), to logits (B, classes). Image sizes are in pixels.
 """
 
 from __future__ import annotations

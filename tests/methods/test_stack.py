@@ -30,13 +30,15 @@ from efficient_ft.methods import (
     ModelView,
     MoE,
     Needs,
+    PatchDropout,
     ToMe,
     apply_methods,
     check_stack,
 )
 from efficient_ft.models.marks import marks_of
 from efficient_ft.models.view import view
-from efficient_ft.testing import model_of
+from efficient_ft.testing import batch_of, model_of
+from tests.methods.settings import small_vit
 
 
 @pytest.mark.parametrize(
@@ -85,6 +87,20 @@ def test_methods_are_removed_if_a_later_method_refuses_the_model() -> None:
     assert selection.applied is None
     assert list(model.state_dict()) == names
     apply_methods(model, [LoRA(targets="all", rank=2), Full()])
+
+
+def test_functions_that_require_all_tokens_are_refused_until_every_method_is_removed() -> None:
+    model: Any = small_vit("vit_tiny_patch16_224")
+    images = batch_of("vit")[0].double()
+    evit, dropout = EViT([1]), PatchDropout(0.5)
+    apply_methods(model, [evit, dropout])
+    for first, last in ((evit, dropout), (dropout, evit)):
+        first.remove(model)
+        with pytest.raises(UserError, match=f"Remove the method first: {last.name}"):
+            model.forward_intermediates(images)
+        last.remove(model)
+        model.eval().forward_intermediates(images)
+        apply_methods(model, [evit, dropout])
 
 
 def test_what_is_applied_counts_as_part_of_the_stack() -> None:

@@ -227,12 +227,14 @@ def test_the_backward_pass_of_a_feed_forward_network_holds_two_hidden_tensors(na
     applied = METHODS[method](**settings)
     apply_methods(model, [applied])
     applied.step_begin(0)
-    with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
-        loss = model.train()(torch.randn(16, 3, 64, 64)).float().square().sum()
-    with Meter([]) as meter:
-        loss.backward()
+    for _ in range(2):  # the first pass of a process also allocates constants of the kernels
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            loss = model.train()(torch.randn(16, 3, 64, 64)).float().square().sum()
+        with Meter([]) as meter:
+            loss.backward()
+        model.zero_grad()
     hidden = 16 * 65 * 32 * 24 * (4 if dtype is None else 2)
-    assert 2 * hidden < meter.peak < 2.8 * hidden
+    assert 2 * hidden < meter.peak < 2.6 * hidden
 
 
 def test_the_gradient_of_a_chain_cannot_be_differentiated():

@@ -30,7 +30,6 @@ from efficient_ft.methods import (
     Method,
     ModelView,
     MoE,
-    PatchDropout,
     RepNet,
     ToMe,
     UniformLayers,
@@ -390,20 +389,6 @@ def test_reentrant_checkpointing_is_refused_where_it_loses_what_is_known_of_toke
             model.train()(images).sum().backward()
     finally:
         set_reentrant_ckpt(False)
-
-
-def test_functions_that_require_all_tokens_are_refused_until_every_method_is_removed() -> None:
-    model: Any = small_vit("vit_tiny_patch16_224")
-    images = batch_of("vit")[0].double()
-    evit, dropout = EViT([1]), PatchDropout(0.5)
-    apply_methods(model, [evit, dropout])
-    for first, last in ((evit, dropout), (dropout, evit)):
-        first.remove(model)
-        with pytest.raises(UserError, match=f"Remove the method first: {last.name}"):
-            model.forward_intermediates(images)
-        last.remove(model)
-        model.eval().forward_intermediates(images)
-        apply_methods(model, [evit, dropout])
 
 
 @pytest.mark.first(1, "slow")
