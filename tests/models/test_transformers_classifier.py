@@ -248,6 +248,15 @@ def test_settings_that_do_not_fit_are_rejected(changes: dict[str, Any], message:
     assert "\n" not in str(caught.value)
 
 
+def test_a_type_that_requires_a_library_which_is_not_installed_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: Any, **__: Any) -> None:
+        raise ImportError("\nDinatForImageClassification requires the natten library but it was not found.")
+
+    monkeypatch.setattr(transformers.AutoModelForImageClassification, "from_config", build)
+    with pytest.raises(UserError, match=r"^model\.name=dinat cannot be built .* requires the natten library"):
+        factory.random_model(random(name="dinat", kwargs={}), 2)
+
+
 def test_weights_in_several_files_are_loaded(folders: dict[str, Path], tmp_path: Path) -> None:
     expected = factory.create_model(config(weights=str(folders["vit"])), 2)
     transformers.ViTForImageClassification.from_pretrained(folders["vit"]).save_pretrained(

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import nn
 
-from efficient_ft.core.errors import UserError
+from efficient_ft.core.errors import SettingError, UserError
 from efficient_ft.core.input_spec import IGNORED
 from efficient_ft.record.formats import OtherVersionError
 from efficient_ft.record.results import are_correct
@@ -97,6 +97,15 @@ def test_images_that_are_not_there_are_named(tmp_path, configuration, finished):
     data = {"name": "folder", "root": str(tmp_path / "nowhere"), "num_workers": 0}
     with pytest.raises(UserError, match="nowhere"):
         run(configuration(evaluate=str(finished[0]), data=data), tmp_path)
+
+
+@pytest.mark.parametrize("accelerator", ["gpu", "mps"])
+def test_an_accelerator_that_does_not_exist_is_refused(configuration, finished, accelerator):
+    available = {"gpu": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if available[accelerator]:
+        pytest.skip(f"this machine has the accelerator {accelerator}")
+    with pytest.raises(SettingError, match=rf"trainer\.accelerator .* got {accelerator}\..*trainer\.accelerator=auto"):
+        evaluate(finished[0], configuration(trainer__accelerator=accelerator))
 
 
 @pytest.mark.parametrize("what", ["nowhere", "empty"])
